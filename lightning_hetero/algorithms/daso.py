@@ -59,14 +59,14 @@ class DASOAverager(LowBitAverager):
 
     Attributes:
         schedule: gives B and W.
-        began: optimizer step after which the latest exchange of the cycling phase began; 0: none has.
+        last_launch: optimizer step after which the latest exchange of the cycling phase began; 0: none has.
         turn: how many of these have begun, which says whose turn it is to exchange.
         pending: the exchange under way.
     """
 
     traits = Traits(blocking=False)
     schedule = Shared[RateSchedule](lambda averager: averager.first_schedule())
-    began = Shared[int](0)
+    last_launch = Shared[int](0)
     turn = Shared[int](0)
     pending = InFlight()
 
@@ -141,7 +141,7 @@ class DASOAverager(LowBitAverager):
 
     def _begins(self, step: int) -> bool:
         """Whether B steps of the cycling phase have passed since the latest exchange began."""
-        return step - max(self.began, self._phases[1]) >= self.schedule.every
+        return step - max(self.last_launch, self._phases[1]) >= self.schedule.every
 
     @override
     def before_step(self, context: StepContext) -> None:
@@ -184,7 +184,7 @@ class DASOAverager(LowBitAverager):
         own = Contribution(self._snapshot, weights, self.reference, self.wire, self._timer.lasted, self.feedback)
         exchange = self.links.begin(own, self._mean, self.turn % self.links.members, AVERAGE_PART[self.mixing])
         pending = PendingExchange(context.step, self.schedule.wait, exchange, on_arrival=self._timer.exchanged)
-        self.began, self.turn, self.pending = context.step, self.turn + 1, [pending]
+        self.last_launch, self.turn, self.pending = context.step, self.turn + 1, [pending]
         if self.schedule.wait == 0:
             self.complete(context)
 

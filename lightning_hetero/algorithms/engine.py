@@ -234,7 +234,7 @@ class Engine:
         averager: brings parameters together; of the running fit. ``None``: none runs, or there is one replica.
         losses: what this rank's training loss has been.
         windows: optimizer steps since the start of the fit.
-        meetings: exchanges between replicas that this one has completed, since its ranks have met.
+        exchanges_done: exchanges between replicas that this one has completed, since its ranks have met.
         exchanged: the latest of these steps that an exchange between replicas, if one was due, has followed.
     """
 
@@ -243,7 +243,7 @@ class Engine:
         self._report_every = report_every
         self.averager: Averager | None = None
         self.losses = LossTracker()
-        self.windows = self.exchanged = self.meetings = 0
+        self.windows = self.exchanged = self.exchanges_done = 0
         # While ranks recover from a loss:
         self._survived: SurvivingState | None = None
         self._before = 0  # replicas among which the averager was last at work; 0: it was not
@@ -295,7 +295,7 @@ class Engine:
 
     def continue_from(self, former: "Engine") -> None:
         """Go on where another one of this kind has stopped, which was made from an earlier view."""
-        self.windows, self.exchanged, self.meetings = former.windows, former.exchanged, former.meetings
+        self.windows, self.exchanged, self.exchanges_done = former.windows, former.exchanged, former.exchanges_done
         self._stepped = former._stepped
         self.losses = former.losses
         self.links.traffic = former.traffic
@@ -484,7 +484,7 @@ class Engine:
         averager = self.averager
         with self._accounting.timer.waiting(exchange=True), explain_nonfinite(self):
             outcome = averager.after_step(self.context(self._epoch_ends))
-        self.exchanged, self.meetings = self.windows, self.meetings + self._due
+        self.exchanged, self.exchanges_done = self.windows, self.exchanges_done + self._due
         self._cadence.exchanges += outcome is not None and outcome.exchanged
         return outcome
 

@@ -91,7 +91,9 @@ class BatchAccounting:
         self.reports: list[Report] = []  # of all ranks, the latest ones
         self.launched, self._reported_at = 0, 0  # reports that this rank has sent; the step of the latest one
         self._row, self._quiet = list[float](), 0  # that report; the step up to which there is none, after a loss
-        self._told = self._told_too_slow = False  # that a rank's times bend down; that the job is faster without one
+        self._warned = self._warned_too_slow = (
+            False  # that a rank's times bend down; that the job is faster without one
+        )
         self.ended = [False] * planner.world  # which ranks have come to the end of their data, as far as reports tell
         self._fresh_pass = False  # an epoch's first batch has just been drawn
         self.drawn: Drawn | None = None  # of the running step, None between steps
@@ -110,7 +112,7 @@ class BatchAccounting:
             repartition: in the midst of a fit: which ranks remain (collective over them then).
         """
         self.step, self.cost, self.evidence, self.watchers = former.step, former.cost, former.evidence, former.watchers
-        self._told, self._told_too_slow = former._told, former._told_too_slow
+        self._warned, self._warned_too_slow = former._warned, former._warned_too_slow
         self._owes, self.launched = former._owes, former.launched
         if repartition is not None:  # in the midst of a step, perhaps
             kept = repartition.former_ranks
@@ -240,16 +242,16 @@ class BatchAccounting:
 
     def warn_of_slow_ranks(self) -> None:
         """Log once, on rank 0, without which ranks the job would be faster, if the planner has found some."""
-        if self.planner.too_slow is not None and not self._told_too_slow:
-            self._told_too_slow = True
+        if self.planner.too_slow is not None and not self._warned_too_slow:
+            self._warned_too_slow = True
             rank_zero_info(str(self.planner.too_slow))
 
     def _warn_of_concave_times(self) -> None:
         """Say once on every rank that shares go by a curve that is below some rank's times."""
         bumps = [(rank, report) for rank, report in enumerate(self.reports) if report.bump]
-        if self._told or not bumps:
+        if self._warned or not bumps:
             return
-        self._told = True
+        self._warned = True
         (rank, report), n = bumps[0], round(bumps[0][1].bump)
         warnings.warn(
             f"Rank {rank} takes {1e3 * report.bump_seconds:.3g} ms for {n} samples, more than its times for fewer and "

@@ -279,15 +279,15 @@ class Planner:
 
     Attributes:
         total: samples of a full step; 0 while nobody knows.
-        learns: whether reports tell how large steps are.
-        held: whether shares stay even, whatever is measured.
+        infers_total: whether reports tell how large steps are.
+        frozen: whether shares stay even, whatever is measured.
         high: most samples per rank.
-        found: whether these limits were found by trying training steps.
+        limits_measured: whether these limits were found by trying training steps.
         most: the largest part of a batch that each rank has been given so far.
         least: samples that a rank can train on, where the user has not said.
         before_draw: waits until it is sure which plan is in force at a step.
         in_force: the plan by which all ranks evaluate now.
-        turns: whether ranks get in turn what is left over when a batch is split, by its number in the epoch, ...
+        rotates: whether ranks get in turn what is left over when a batch is split, by its number in the epoch, ...
         origin: ... which is that of the step, and this.
         too_slow: the ranks without which the job would be faster, by the latest reports.
     """
@@ -324,9 +324,9 @@ class Planner:
         self.world = world
         self.auto = balance == "auto"
         self.min_gain = min_gain
-        self.total, self.learns, self.held, self.least, self.turns, self.origin = 0, False, False, 1, False, 0
+        self.total, self.infers_total, self.frozen, self.least, self.rotates, self.origin = 0, False, False, 1, False, 0
         self._may_raise = low is None
-        self.found = False
+        self.limits_measured = False
         self.too_slow: TooSlow | None = None
         shares = [1.0] * world if isinstance(balance, str) else fixed_shares(balance, world)
         self._low = per_rank("min_batch_size", [min(1, math.ceil(s)) for s in shares] if low is None else low, world)
@@ -363,7 +363,7 @@ class Planner:
         Raises:
             ShareError: the limits cannot be met.
         """
-        changed, self.high, self.found = tuple(high) != self.high, tuple(high), True
+        changed, self.high, self.limits_measured = tuple(high) != self.high, tuple(high), True
         self._low = tuple(max(n, min(lo, h)) for n, lo, h in zip(self._need, self._low, self.high, strict=True))
         check_bounds(self._low, self.high)
         barred = tuple(0 if bar else h for bar, h in zip(self._bars, self.high, strict=True))
@@ -378,7 +378,7 @@ class Planner:
 
         Called before the first batch of a dataloader is drawn, which is when all plans may be forgotten.
         """
-        self.held = held
+        self.frozen = held
         if held and self.auto:
             self.plans = [Plan(0, (Cost(0.0, 1.0),) * self.world, self._low, self.high, need=self._need)]
 
@@ -394,7 +394,7 @@ class Planner:
         """
         if total != self.total:
             self._trial, self._looks = None, []
-        self.total, self.learns = total or 0, total is None
+        self.total, self.infers_total = total or 0, total is None
         if total == 0:
             return
         if self._may_raise and (total is None or self.least * self.world <= total):
@@ -429,7 +429,7 @@ class Planner:
 
     def turn(self, step: int) -> int | None:
         """Number of the turn at a step; ``None``: what is left over always goes to the same ranks."""
-        return step + self.origin if self.turns else None
+        return step + self.origin if self.rotates else None
 
     def update(self, step: int, reports: Sequence[Report]) -> Plan | None:
         """Solve the split again; deterministic in its arguments, so that all ranks agree.
@@ -454,11 +454,11 @@ class Planner:
             reports: one per rank.
         """
         latest, mixed, self._updated = self.plans[-1], self._updated < self.plans[-1].start, step
-        if self.learns and (total := round(sum(report.samples for report in reports))):
+        if self.infers_total and (total := round(sum(report.samples for report in reports))):
             self.total = total
             if not any(self.most):
                 self._note(latest.split([total])[0])
-        moves = self.auto and self.total and not self.held
+        moves = self.auto and self.total and not self.frozen
         if not moves or any(math.isinf(r.error) for r in reports):
             return None
         self.too_slow = self._too_slow(reports)
@@ -673,16 +673,16 @@ def plan_for_survivors(former: Planner, kept: Sequence[int], planner: Planner) -
     Raises:
         ShareError: the ranks that remain cannot take a whole batch.
     """
-    planner.least, planner.held = former.least, former.held
-    planner.turns, planner.origin = former.turns, former.origin
-    if former.found:
+    planner.least, planner.frozen = former.least, former.frozen
+    planner.rotates, planner.origin = former.rotates, former.origin
+    if former.limits_measured:
         planner.limit([former.high[rank] for rank in kept])
     planner.copy_trust(former)
     state = {name: [rows[rank] for rank in kept] if rows else [] for name, rows in former.state_dict().items()}
     planner.load_state_dict(state)
     if former.total:
         planner.expect(former.total)
-        planner.learns = former.learns
+        planner.infers_total = former.infers_total
         if sum(planner.high) < former.total:
             raise ShareError(
                 f"the ranks that remain take at most {list(planner.high)} samples, less than the global batch of "

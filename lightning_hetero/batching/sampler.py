@@ -324,7 +324,7 @@ class RankSlot(NamedTuple):
         rank: its number when batches are cut.
         replica: the ranks that average gradients with it, by the same numbers.
         shares: for (sampler, step, index of the batch in the epoch, its size): the share of every rank.
-        start: the first step for which the seat holds.
+        start: the first step for which the slot holds.
         kept: of each rank that remains, its number when batches are cut; ``None``: all remain.
         now: the replica by the numbers that remain, where ``kept`` is given.
     """
@@ -344,7 +344,7 @@ class RankSlot(NamedTuple):
         return drawn if self.kept is None else drawn.for_survivors(self.kept, self.now), own
 
     def for_survivors(self, kept: Sequence[int], replica: Sequence[int]) -> "RankSlot":
-        """The same seat when only these ranks of the latest numbering are left; ``replica``: by their new numbers."""
+        """The same slot when only these ranks of the latest numbering are left; ``replica``: by their new numbers."""
         before = tuple(kept) if self.kept is None else tuple(self.kept[rank] for rank in kept)
         return self._replace(kept=before, now=tuple(replica))
 
@@ -363,7 +363,7 @@ class ShareSampler:
         shares: for (step, index of the batch in the epoch, its size): the share of every rank.
 
     Attributes:
-        seats: this rank's seat now, and before it those for steps that other ranks have drawn before they were
+        slots: this rank's slot now, and before it those for steps that other ranks have drawn before they were
             regrouped.
     """
 
@@ -375,7 +375,7 @@ class ShareSampler:
         position: Callable[[], Position],
         shares: Callable[["ShareSampler", int, int, int], Sequence[int]],
     ) -> None:
-        self.batches, self.seats = batches, [RankSlot(rank, tuple(replica), shares)]
+        self.batches, self.slots = batches, [RankSlot(rank, tuple(replica), shares)]
         self._position = position
         self.sampler = batches.sampler  # where Lightning looks for `set_epoch`
         self.drawn: deque[Drawn] = deque()  # drawn but not yet trained on, in order
@@ -405,7 +405,7 @@ class ShareSampler:
             set_epoch(position.epoch)
         for batch in self.batches.draw(first):
             self.before_draw(self.next_step)  # in which others may be regrouped
-            drawn, own = self._seat().draw(self, batch, self.next_step - origin)
+            drawn, own = self._slot().draw(self, batch, self.next_step - origin)
             self.next_step, self._left = self.next_step + 1, self._left - 1
             self.drawn.append(drawn)
             yield own or (batch * self.padding)[: self.padding]
@@ -413,29 +413,29 @@ class ShareSampler:
     @property
     def rank(self) -> int:
         """This rank."""
-        return self.seats[-1].rank
+        return self.slots[-1].rank
 
     @property
     def replica(self) -> tuple[int, ...]:
         """The ranks that average gradients with this one, itself among them."""
-        return self.seats[-1].replica
+        return self.slots[-1].replica
 
-    def _seat(self) -> "RankSlot":
-        while len(self.seats) > 1 and self.seats[1].start <= self.next_step:
-            del self.seats[0]
-        return self.seats[0]
+    def _slot(self) -> "RankSlot":
+        while len(self.slots) > 1 and self.slots[1].start <= self.next_step:
+            del self.slots[0]
+        return self.slots[0]
 
-    def repartition(self, seat: "RankSlot", kept: Sequence[int], position: Callable[[], Position]) -> None:
+    def repartition(self, slot: "RankSlot", kept: Sequence[int], position: Callable[[], Position]) -> None:
         """Other ranks share the batches from a step on; what was drawn stays as it is.
 
         Args:
-            seat: of this rank, from the first step that no rank has drawn.
+            slot: of this rank, from the first step that no rank has drawn.
             kept: of each rank that remains, its number before.
             position: where training stands.
         """
         self._position = position
-        self.drawn = deque(drawn.for_survivors(kept, seat.replica) for drawn in self.drawn)
-        self.seats = [one.for_survivors(kept, seat.replica) for one in self.seats if one.start < seat.start] + [seat]
+        self.drawn = deque(drawn.for_survivors(kept, slot.replica) for drawn in self.drawn)
+        self.slots = [one.for_survivors(kept, slot.replica) for one in self.slots if one.start < slot.start] + [slot]
 
     def take(self) -> Drawn:
         """The draw of the batch that is about to be trained on."""

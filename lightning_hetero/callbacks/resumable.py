@@ -104,7 +104,7 @@ class ResumableCheckpoint(Resumable):
         self._at = 0  # the step at which it has last looked whether to save
         self._counted = False  # whether it is to save, by steps
         self._since: float | None = None  # when it last saved by time, or the fit has begun
-        self._told = False  # that checkpoints are left out
+        self._warned = False  # that checkpoints are left out
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies: without what belongs to the running fit."""
@@ -183,7 +183,7 @@ class ResumableCheckpoint(Resumable):
             self._schedule = SaveSchedule(
                 strategy, f"when to save in fit {self._fit}", self.every_n_seconds, self._since
             )
-        self._at, self._counted, self._told = trainer.global_step, False, False
+        self._at, self._counted, self._warned = trainer.global_step, False, False
         self._ended = {"complete": False, "stopped": False}
 
     @override
@@ -238,8 +238,8 @@ class ResumableCheckpoint(Resumable):
             writer.agree()
 
     def _left_out(self, step: int) -> None:
-        if not self._told:
-            self._told = True
+        if not self._warned:
+            self._warned = True
             rank_zero_warn(
                 f"No checkpoint was saved at step {step}: the one before is still being written. This will not be said "
                 "again. Save less often, or to a faster disk."

@@ -61,7 +61,7 @@ class Collectives:
         self._trial: TrialBatch | None = None  # under way, if one is
         self._name: str | None = None  # of the value that is being logged with a weight of its own
         self._logged = ""  # the value that is being logged, in words
-        self._told: set[str] = set()  # names of values of which nothing was left
+        self._explained: set[str] = set()  # names of values of which nothing was left
         self._before: Callable[[], None] | None = None  # the next collective
 
     @contextmanager
@@ -93,8 +93,8 @@ class Collectives:
 
     def explain_nan(self, name: str) -> None:
         """Say once why a logged value is not a number."""
-        if name not in self._told:
-            self._told.add(name)
+        if name not in self._explained:
+            self._explained.add(name)
             rank_zero_warn(
                 f"What self.log({name!r}, ...) gave is NaN: its batch_size was 0 throughout, so that no value counts. "
                 "Give the samples that a value stands for; 0 only where another rank or batch has some."

@@ -163,7 +163,7 @@ class AutoStrategy(ReplicaStrategy):
     def _cluster(self) -> Cluster | None:
         """The ranks as measured, the same everywhere; ``None``: not yet, or it is not known how large steps are."""
         planner, reports = self.accounting.planner, self.accounting.reports
-        if planner.learns or not planner.total or len(reports) != planner.world:
+        if planner.infers_total or not planner.total or len(reports) != planner.world:
             return None
         batches = self._batches()  # gradients travel once in so many
         costs = [_straight(report, batches) for report in reports]

@@ -161,7 +161,7 @@ class CollectiveObserver:
     """
 
     def __init__(self, timer: StepTimer, several: bool) -> None:
-        self._timer, self._several, self._told = timer, several, False
+        self._timer, self._several, self._warned = timer, several, False
         self.weighed = False
 
     def forward(self) -> AbstractContextManager[None]:
@@ -191,8 +191,8 @@ class CollectiveObserver:
 
     @contextmanager
     def _notice(self, name: str, group: dist.ProcessGroup | None, place: str = "training_step") -> Iterator[None]:
-        if self._several and not self._told and not self._timer.is_waiting and is_world(group):
-            self._told = True
+        if self._several and not self._warned and not self._timer.is_waiting and is_world(group):
+            self._warned = True
             rank_zero_warn(
                 f"{place} calls torch.distributed.{name} over all ranks, while replicas train apart: in each "
                 "step all wait for the slowest, and forever if one has fewer steps; a gradient that depends on the "

@@ -46,7 +46,7 @@ class Fit:
         buckets: chooses the size of DDP's buckets.
         data_group: gives the group in which the replica averages gradients; ``None``: it is one rank.
         drift: compares parameters where the replica has unlike devices.
-        told: how gradients travel, in the words that the user has been told.
+        announced_route: how gradients travel, in the words that the user has read.
     """
 
     accounting: BatchAccounting
@@ -57,7 +57,7 @@ class Fit:
     buckets: BucketSize
     data_group: Callable[[], dist.ProcessGroup | None]
     drift: ParameterDriftCheck | None
-    told: str = ""
+    announced_route: str = ""
 
     def ready_for_batch_norm(self, model: torch.nn.Module, layer_sync: Any, lent: GroupOverrides) -> Any:
         """See to BatchNorm, if the model has it: least shares, and over which ranks it normalises.
@@ -146,10 +146,10 @@ class Fit:
             nonfinite.continue_from(former.nonfinite)
             step.continue_from(former.step)
             loaders.continue_from(former.loaders, repartition)
-        return cls(accounting, engine, step, loaders, nonfinite, BucketSize(), job.data_group, _same_parameters(job))
+        return cls(accounting, engine, step, loaders, nonfinite, BucketSize(), job.data_group, _drift_check(job))
 
 
-def _same_parameters(job: Job) -> ParameterDriftCheck | None:
+def _drift_check(job: Job) -> ParameterDriftCheck | None:
     """The drift check of this rank's replica; ``None`` if its devices are alike (collective over it)."""
     ranks = job.view.replica.ranks
     if len(ranks) == 1 or job.view.topology.backend(ranks) is not None:

@@ -401,8 +401,8 @@ class JobStrategy(DDPStrategy):
         topology = job.view.topology
         way = use_shared_memory_allreduce(self.options, ddp, topology, ranks, group, hooked=hook is not None)
         way = way or topology.route(ranks)
-        if way != parts.told:
-            parts.told = way
+        if way != parts.announced_route:
+            parts.announced_route = way
             who = "all ranks" if job.view.count == 1 else f"ranks {list(ranks)}"
             rank_zero_info(f"{type(self).__name__}: gradients of {who} are averaged {way}.")
         self.model = ddp
@@ -428,7 +428,7 @@ class JobStrategy(DDPStrategy):
         self.end_background_plans()  # of a fit that did not
         job, accounting = self.job, self.accounting
         planner = accounting.planner
-        moves = planner.auto and not planner.held and planner.total > 0 and not planner.learns
+        moves = planner.auto and not planner.frozen and planner.total > 0 and not planner.infers_total
         if not moves or self.engine.lockstep or job.view.count == 1:
             return
         fit = next(_fits)

@@ -256,11 +256,11 @@ class Loaders:
         if list(repartition.former_ranks) == list(range(former.planner.world)):  # nobody has left
             self._evaluates_by = former._evaluates_by
         for evaluated in self.evaluated:
-            evaluated.repartition(self.rank, planner.world, self.evaluation_plan, lambda: planner.found)
+            evaluated.repartition(self.rank, planner.world, self.evaluation_plan, lambda: planner.limits_measured)
         for source in self.sources():
             assert isinstance(source, ShareSampler)  # others are refused where lost ranks are survived
-            seat = RankSlot(self.rank, tuple(self.replica), self._shares, repartition.start)
-            source.repartition(seat, repartition.former_ranks, self._begin_pass)
+            slot = RankSlot(self.rank, tuple(self.replica), self._shares, repartition.start)
+            source.repartition(slot, repartition.former_ranks, self._begin_pass)
             source.before_draw = planner.ready
             if isinstance(order := source.sampler, AgreedOrder):
                 order.agree_by(self._broadcast, lambda: self.rank == 0)
@@ -311,7 +311,7 @@ class Loaders:
         batches = self._batches(loader, evaluation=True)
         check_enough(samples_in_order(batches), self.planner.world, name)
         world, planner = self.planner.world, self.planner
-        sampler = EvaluationSampler(batches, self.rank, world, self.evaluation_plan, lambda: planner.found)
+        sampler = EvaluationSampler(batches, self.rank, world, self.evaluation_plan, lambda: planner.limits_measured)
         self.evaluated.add(sampler)
         indexed = name == "predict"
         return with_batch_sampler(loader, IndexBatchSamplerWrapper(sampler) if indexed else sampler)

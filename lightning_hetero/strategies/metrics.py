@@ -178,7 +178,7 @@ class MonitoredMetrics:
         self._names = frozenset().union(*everyone)
         self._known: set[str] = set()  # names that some rank has logged somewhere
         self._found: dict[str, set[str]] = {}  # of each place where ranks have met, what was averaged there
-        self._told: set[str] = set() if former is None else former._told
+        self._warned: set[str] = set() if former is None else former._warned
         self._hooks = AgreedMetrics(trainer, self._agree) if self._names and len(everyone) > 1 else None
 
     def close(self) -> None:
@@ -213,9 +213,9 @@ class MonitoredMetrics:
     def _tell(self, name: str, reduction: str, of_ranks: Mapping[int, Any], world: int) -> None:
         """Say once that ranks have had values of their own."""
         values = {_together(reduction, [numbers[2:]]) for numbers in of_ranks.values()}
-        if name in self._told or (len(of_ranks) == world and len(values) == 1):
+        if name in self._warned or (len(of_ranks) == world and len(values) == 1):
             return
-        self._told.add(name)
+        self._warned.add(name)
         what = "the mean over the samples" if reduction == "mean" else f"the {reduction}"
         if len(of_ranks) < world:
             ranks = f"rank(s) {', '.join(map(str, of_ranks))}"

@@ -322,7 +322,7 @@ class PeerRecovery(RecoveryPolicy):
         engine, accounting = self._strategy.engine, self._strategy.accounting
         come = (
             engine.steps_taken + self._manual_steps,
-            engine.meetings,
+            engine.exchanges_done,
             self._collectives.calls,
             accounting.loaders.next_step(),
             accounting.reports_applied,
@@ -346,7 +346,7 @@ class PeerRecovery(RecoveryPolicy):
             repartition = Repartition(former_ranks, max(progress.draw for progress in all_progress), max(reports))
             replica = [all_progress[rank] for rank in job.view.replica.ranks]
             step = own.step < max(progress.step for progress in replica)
-            exchange = strategy.engine.lockstep and own.commit < max(progress.commit for progress in all_progress)
+            exchange = strategy.engine.lockstep and own.exchanges < max(progress.exchanges for progress in all_progress)
             strategy.continue_with(job, repartition, exchange, reports.index(max(reports)), self._past)
             self._accounting = strategy.accounting
             strategy.copy_states([progress.step for progress in all_progress])

@@ -28,7 +28,7 @@ class Progress(NamedTuple):
 
     Attributes:
         step: optimizer steps that it has taken, and with manual optimization also training steps.
-        commit: exchanges between replicas that it has completed.
+        exchanges: exchanges between replicas that it has completed.
         call: collectives over all ranks that it has completed.
         draw: the first batch that it has not drawn yet.
         reports: how many times it has acted on the reports of all ranks.
@@ -38,7 +38,7 @@ class Progress(NamedTuple):
     """
 
     step: int
-    commit: int
+    exchanges: int
     call: int
     draw: int
     reports: int

@@ -193,7 +193,7 @@ class ReplicaStrategy(HeteroStrategy):
         """Let an averager serve the replicas, which hold the same values (collective)."""
         replica, view = averager.make_replica(self.trainer.lightning_module, self.settle), self.engine.view
         # Ranks at their own pace keep in step if their shares are right in the mean.
-        self.accounting.planner.turns = 1 < view.world == view.count and not averager.traits.lockstep
+        self.accounting.planner.rotates = 1 < view.world == view.count and not averager.traits.lockstep
         metrics = self._metrics.mean_over_ranks
         return self.engine.start(averager, replica, lambda: self.optimizers, self.fit_info(), metrics)
 

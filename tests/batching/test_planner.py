@@ -601,7 +601,7 @@ def test_all_loaders_of_a_step_keep_their_proportions():
 def test_those_that_remain_go_on_in_turn(turns):
     former = Planner(3, "off")
     former.expect(64)
-    former.turns, former.origin = turns, 5
+    former.rotates, former.origin = turns, 5
     planner = plan_for_survivors(former, [0, 2], Planner(2, "off"))
     planner.expect(63)
     rests = {tuple(planner.at(step).split([63], planner.turn(step))[0]) for step in range(20)}
@@ -652,7 +652,7 @@ def test_turns() -> None:
     """Ranks get in turn what is left over: in the long run, and of some steps, nobody gets more."""
     made = Planner(3, "off")
     made.expect(10)
-    made.turns, made.origin = True, -50  # the epoch has begun with step 50
+    made.rotates, made.origin = True, -50  # the epoch has begun with step 50
     taken = [made.at(step).split([10], made.turn(step))[0] for step in range(100)]
     past = ShareHistory()
     past.end([5, 6, 8], made, 100)

@@ -268,8 +268,8 @@ def test_limits_that_were_found_in_training_grow_with_larger_batches():
         samplers = [EvaluationSampler(batches, r, 2, lambda: planner.plans[-1], lambda: grows) for r in range(2)]
         return [list(sampler) for sampler in samplers]
 
-    assert [len(part) for rank in drawn(planner.found) for part in rank] == [18, 36]
-    assert sorted(i for rank in drawn(planner.found) for part in rank for i in part) == [*range(54)]
+    assert [len(part) for rank in drawn(planner.limits_measured) for part in rank] == [18, 36]
+    assert sorted(i for rank in drawn(planner.limits_measured) for part in rank for i in part) == [*range(54)]
     with pytest.raises(ShareError, match="54 samples cannot be split"):
         drawn(False)  # limits that the user has given are limits here, too
 
