@@ -1,22 +1,43 @@
 """Guard against losses and gradients that are not finite: found within the step, before an optimizer takes them in."""
 
 import math
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from typing import Literal
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from lightning_hetero.batching.timer import after_own_backward
 from lightning_hetero.comm.agreement import gather
 from lightning_hetero.comm.failures import deadline
+from lightning_hetero.comm.staging import HostStage, pinned
 from lightning_hetero.errors import NotFiniteError
 
 OnNaN = Literal["error", "skip", "ignore"]
+#: Optimizers whose fused form can leave a step out on the device, if it is told to.
+FUSED = (SGD, Adam, AdamW)
+
+
+class DeviceFlags(NamedTuple):
+    """What the device has found in a step, on its way to the host.
+
+    Attributes:
+        values: in pinned memory: whether the loss, this rank's gradient, and the averaged gradient were not finite.
+        ready: an event that passes once they are there.
+        parameters: that the optimizer has a gradient of.
+        finite: of each, whether it is finite, on the device.
+        where: which step it was.
+    """
+
+    values: Tensor
+    ready: Any
+    parameters: list[Tensor]
+    finite: Tensor
+    where: str
 
 
 class NonFiniteGuard:
@@ -26,12 +47,16 @@ class NonFiniteGuard:
     every rank sees them in what DDP returns. Only then do ranks ask each other who it was. To know, each has looked
     at its own gradients while DDP was averaging them.
 
+    On a CPU the host knows at once. On an accelerator it need not wait: with ``"error"`` and PyTorch's ``SGD``,
+    ``Adam`` or ``AdamW`` the device leaves the step out by itself, and the host learns of it before the next one.
+
     Args:
         mode: what to do: ``"error"``, ``"skip"`` or ``"ignore"``.
         ranks: those that average gradients.
         group: gives their process group for small CPU tensors; ``None``: this rank is alone.
         waiting: counts the time in its block as waiting.
         where: says which step this is.
+        on_devices: whether all of these ranks compute on an accelerator. Else none may learn of it later than others.
     """
 
     def __init__(
@@ -41,8 +66,11 @@ class NonFiniteGuard:
         group: Callable[[], dist.ProcessGroup | None],
         waiting: Callable[[], AbstractContextManager[None]],
         where: Callable[[], str],
+        on_devices: bool = False,
     ) -> None:
         self.mode, self._ranks, self._group, self._waiting, self._where = mode, ranks, group, waiting, where
+        self._on_devices, self._stages = on_devices, dict[torch.device, HostStage]()
+        self._flags: Tensor | None = None  # memory for those of a step
         self._buffers: list[Tensor] = []  # as they were before the forward pass
         self.begin()
 
@@ -56,6 +84,8 @@ class NonFiniteGuard:
         self._skipped = 0  # times that something was left out
         self._spoilt = False  # whether the buffers are to be set back
         self._left_out = False  # whether an optimizer has left out what the latest backward passes have given
+        self._latest: DeviceFlags | None = None  # of the latest step, if nobody has looked at them
+        self._left_out_on_device: bool | Tensor = False
         self._forget()
 
     def _forget(self) -> None:
@@ -70,7 +100,8 @@ class NonFiniteGuard:
         """Go on in the midst of a window where another one has stopped, which was made for an earlier view."""
         searching = former._active != former.mode
         self._active = former._active if searching else self.mode  # others may look no more: there is one replica left
-        self._skipped, self._left_out = former._skipped, former._left_out
+        self._skipped, self._left_out, self._latest = former._skipped, former._left_out, former._latest
+        self._left_out_on_device = former._left_out_on_device
         self._loss, self._own, self._spread = former._loss, former._own, former._spread
         self._passes, self._counted = former._passes, former._counted
 
@@ -127,6 +158,7 @@ class NonFiniteGuard:
 
     def weigh(self, loss: Tensor, weight: float) -> Tensor:
         """The loss times its weight; under ``"error"`` NaN times it, if it counts and is not finite."""
+        self._left_out_on_device = False
         if self._active == "error" and weight:
             if loss.device.type != "cpu":  # where nothing may wait for it
                 bad = ~loss.detach().isfinite().all()
@@ -162,12 +194,70 @@ class NonFiniteGuard:
         if self._averages(model):
             self._spread = gradients_nonfinite(optimizers) | self._spread
 
-    def skips_step(self, module: nn.Module, scaled: bool) -> bool:
+    @contextmanager
+    def stepping(self, optimizer: Optimizer) -> Iterator[None]:
+        """Let an optimizer step in this block, perhaps in its fused form, for which :meth:`skips_step` decides."""
+        forms = [group.get("fused") for group in optimizer.param_groups]
+        try:
+            yield
+        finally:
+            if hasattr(optimizer, "found_inf"):
+                del optimizer.found_inf
+                for group, form in zip(optimizer.param_groups, forms, strict=False):
+                    group["fused"] = form
+
+    def _leave_to_device(self, module: nn.Module, optimizer: Optimizer) -> None:
+        """Let the device leave the step out if a gradient is not finite, and read later whether it has.
+
+        Args:
+            module: that the gradients belong to.
+            optimizer: that is about to step, in :meth:`stepping`.
+        """
+        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        finite = torch.stack(torch._foreach_norm([p.grad for p in parameters], math.inf)).isfinite()
+        device = finite.device
+        spread = torch.as_tensor(self._spread, device=device)
+        found = (spread | self._left_out_on_device) & ~finite.all()  # hooks may have put all gradients in order
+        self._left_out_on_device = found
+        for group in optimizer.param_groups:
+            group["fused"] = True
+        _keep_steps_on_device(optimizer)
+        optimizer.found_inf = found.float()  # type: ignore[attr-defined]
+        stage = self._stages.setdefault(device, HostStage(device))
+        self._flags = pinned(3, torch.bool) if self._flags is None else self._flags
+        flags = [torch.as_tensor(flag, device=device) for flag in (self._loss, self._own)]
+        self._flags.copy_(torch.stack([*flags, spread]), non_blocking=stage.has_streams)
+        self._latest = DeviceFlags(self._flags, stage.ready(), parameters, finite, self._where())
+        self._forget()
+
+    def settle(self, module: nn.Module) -> None:
+        """Learn what the device has found in the latest step; before the next one, and where a fit is looked at.
+
+        Args:
+            module: that the gradients belong to.
+
+        Raises:
+            NotFiniteError: on every rank, if something was not finite on one.
+        """
+        latest, self._latest = self._latest, None
+        if latest is None:
+            return
+        if latest.ready is not None:
+            with self._waiting():
+                latest.ready.synchronize()
+        loss, own, spread = latest.values.tolist()
+        if spread:
+            bad = {id(p) for p, finite in zip(latest.parameters, latest.finite.tolist(), strict=True) if not finite}
+            name = next((name for name, p in module.named_parameters() if id(p) in bad), None)
+            self._act(loss, own, name, False, latest.where)
+
+    def skips_step(self, module: nn.Module, scaled: bool, optimizer: Optimizer) -> bool:
         """Act on what has been found, between the backward passes and the optimizer's step.
 
         Args:
             module: that the gradients belong to.
             scaled: whether a scaler skips steps with infinite gradients by itself.
+            optimizer: that is about to step.
 
         Returns:
             Whether the optimizer is not to step, the same on every rank: under ``"skip"`` a gradient was not finite, or
@@ -177,6 +267,10 @@ class NonFiniteGuard:
             NotFiniteError: on every rank, if something is not finite on one.
         """
         if self._active == "ignore":
+            return False
+        self.settle(module)
+        if self._on_devices and self._active == "error" and not scaled and leaves_out_on_device(optimizer):
+            self._leave_to_device(module, optimizer)
             return False
         self._restore(module)
         loss, own, spread = self._loss, self._own, bool(self._spread)
@@ -188,10 +282,22 @@ class NonFiniteGuard:
         if not spread:
             return False
         name = next((name for name, p in module.named_parameters() if any_nonfinite([p.grad])), None)
-        mine = bool(loss), bool(own), name
+        return self._act(bool(loss), bool(own), name, scaled, self._where())
+
+    def _act(self, loss: bool, own: bool, name: str | None, scaled: bool, where: str) -> bool:
+        """Find out whose loss or gradient was not finite (collective); whether the optimizer is not to step.
+
+        Args:
+            loss: whether this rank's was not finite.
+            own: the same of its gradient.
+            name: of the first parameter whose averaged gradient is not finite.
+            scaled: whether a scaler skips such steps by itself.
+            where: which step this is.
+        """
+        mine = loss, own, name
         with self._waiting():
             group = self._group()
-        rows = [(bool(loss), True, name)] if group is None else gather(mine, "what is not finite", group)
+        rows = [(loss, True, name)] if group is None else gather(mine, "what is not finite", group)
         losses, gradients, names = zip(*rows, strict=True)
         if any(losses):
             found = f"{self._subject('loss', losses)} not finite"
@@ -207,7 +313,7 @@ class NonFiniteGuard:
             return True
         raise NotFiniteError(
             [0],
-            f"At {self._where()} {found}. The optimizer has not stepped: the weights are those from before. Lower the "
+            f"At {where} {found}. The optimizer has not stepped: the weights are those from before. Lower the "
             "learning rate, clip gradients, or look at the samples of that batch. With on_nan='skip' such samples are "
             "left out of the step; on_nan='ignore' goes on, as Lightning's ddp does.",
         ).of_all()
@@ -222,6 +328,36 @@ class NonFiniteGuard:
         self._skipped += 1
         if self._skipped & (self._skipped - 1) == 0:  # the 1st, 2nd, 4th, 8th time
             rank_zero_warn(f"At {self._where()} {text} (on_nan='skip'; {self._skipped} times so far).")
+
+
+def leaves_out_on_device(optimizer: Optimizer) -> bool:
+    """Whether an optimizer can leave a step out on its device: in a fused form, which the user has not ruled out."""
+    groups = optimizer.param_groups
+    if type(optimizer) not in FUSED or any(group["fused"] is False or group["foreach"] for group in groups):
+        return False
+    if any(group["differentiable"] or isinstance(group["lr"], Tensor) for group in groups):
+        return False
+    if not optimizer.state and any(group.get("momentum") for group in groups):
+        return False  # the first step: where it is left out, SGD's buffers hold what was in their memory
+    taken = [p for group in groups for p in group["params"] if p.grad is not None]
+    return bool(taken) and all(
+        type(p) in (nn.Parameter, Tensor)
+        and p.device == taken[0].device
+        and p.device.type != "cpu"
+        and p.is_floating_point()
+        and not p.grad.is_sparse
+        and p.numel()
+        for p in taken
+    )
+
+
+def _keep_steps_on_device(optimizer: Optimizer) -> None:
+    """The fused forms of Adam count steps on the device; a state that was restored may have its counts on the host."""
+    for p, state in optimizer.state.items():
+        step = state.get("step")
+        if not isinstance(step, Tensor) or step.device == p.device:
+            return
+        state["step"] = step.to(p.device, torch.float32, non_blocking=True)
 
 
 def gradients_nonfinite(optimizers: Sequence[Optimizer]) -> bool | Tensor:

@@ -9,7 +9,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from typing import Any, Literal
@@ -25,6 +25,7 @@ from lightning_hetero.comm import device_exit, failures
 from lightning_hetero.comm.agreement import gather, hash_of
 from lightning_hetero.comm.failures import deadline
 from lightning_hetero.comm.shared_memory import ALIGNED, PART, SHARED, SharedBuffers, share_memory, slice_of
+from lightning_hetero.comm.staging import HostStage, as_vector
 from lightning_hetero.comm.stores import clone_store
 from lightning_hetero.comm.threads import THREADS, close_at_exit, keeping_device, record_sockets, serve, value_or_error
 from lightning_hetero.errors import UnsupportedError
@@ -45,114 +46,6 @@ def unregister(group: dist.ProcessGroup) -> None:
     """Let PyTorch forget a group of :func:`register`."""
     distributed_c10d._world.pg_map.pop(group, None)
     distributed_c10d._world.pg_group_ranks.pop(group, None)
-
-
-PIECE = 4 << 20  # bytes that are copied, and sent, at a time: while one piece travels, the next one is copied
-
-
-@contextmanager
-def as_vector(tensor: Tensor) -> Iterator[Tensor]:
-    """The values of a dense tensor as a vector, in the order of its indices whatever its memory format is.
-
-    Ranks may hold it in different ones, such as ``channels_last``. What is written to the vector is in the tensor after
-    this block.
-    """
-    own = tensor.detach()
-    vector = own.reshape(-1)
-    yield vector
-    if not own.is_contiguous():
-        with torch.no_grad():
-            own.copy_(vector.view(own.shape))
-
-
-class HostStage:
-    """Lets functions work on the host's copies of a device's tensors.
-
-    The copies lie in pinned memory, where the device has that, and are made in a stream of their own, so that they wait
-    for nothing but the tensor itself, and overlap with what the device computes meanwhile.
-
-    Args:
-        device: where tensors are; on a CPU they are not copied.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._module: Any = getattr(torch, device.type)
-        needed = ("Stream", "stream", "current_stream", "Event")
-        self.has_streams = device.type != "cpu" and all(hasattr(self._module, name) for name in needed)
-        self._stream: Any = self._module.Stream(device) if self.has_streams else None
-        self._buffers: dict[torch.dtype, Tensor] = {}
-
-    def ready(self) -> Any:
-        """An event that passes when all that the device has been given by now is done; ``None`` without streams."""
-        if not self.has_streams:
-            return None
-        event = self._module.Event()
-        event.record(self._module.current_stream(self._device))
-        return event
-
-    @contextmanager
-    def after(self, event: Any) -> Iterator[None]:
-        """Work of the device in this block begins after an event, and beside all other work.
-
-        Args:
-            event: of :meth:`ready`.
-        """
-        if event is None:
-            yield
-            return
-        with self._module.stream(self._stream):
-            self._stream.wait_event(event)
-            yield
-
-    @torch.no_grad()
-    def through(self, tensor: Tensor, use: Callable[[Tensor], object]) -> None:
-        """Let a function change a tensor's values on the host; blocks.
-
-        Args:
-            tensor: on the device.
-            use: is given vectors on the CPU, pieces of the tensor in their order, or a sparse tensor as a whole. It may
-                change them in place.
-        """
-        if tensor.is_sparse:
-            host = tensor.detach().cpu()
-            use(host)
-            if host is not tensor:
-                tensor.copy_(host)
-            return
-        with as_vector(tensor) as flat:
-            self._through(flat, use)
-
-    def _through(self, flat: Tensor, use: Callable[[Tensor], object]) -> None:
-        size = max(PIECE // flat.element_size(), 1)
-        if self._device.type == "cpu":
-            for piece in flat.split(size):
-                use(piece)
-            return
-        parts = list(zip(flat.split(size), self._buffer(flat).split(size), strict=True))
-        copied = []
-        for own, host in parts:
-            host.copy_(own, non_blocking=self.has_streams)
-            copied.append(self.ready())
-        for (own, host), event in zip(parts, copied, strict=True):
-            if event is not None:
-                event.synchronize()
-            use(host)
-            own.copy_(host, non_blocking=self.has_streams)
-
-    def _buffer(self, like: Tensor) -> Tensor:
-        kept = self._buffers.get(like.dtype)
-        if kept is None or len(kept) < len(like):
-            kept = _pinned(len(like), like.dtype) if self.has_streams else torch.empty(len(like), dtype=like.dtype)
-            self._buffers[like.dtype] = kept
-        return kept[: len(like)]
-
-
-def _pinned(length: int, dtype: torch.dtype) -> Tensor:
-    try:
-        return torch.empty(length, dtype=dtype, pin_memory=True)
-    except RuntimeError:  # this kind of device has none, or the system allows no more
-        return torch.empty(length, dtype=dtype)
 
 
 ROW = 4 << 20  # bytes of a tensor that go through the memory at a time; each time ranks meet twice

@@ -321,6 +321,7 @@ class HeteroStrategy(JobStrategy):
     @override
     def on_validation_start(self) -> None:
         super().on_validation_start()
+        self.collaborators.nonfinite.settle(self.module)
         collective("share buffers", lambda: share_buffers(self.model))  # as DDP would
         self.engine.hold(
             collective("find the consensus", lambda: self.engine.evaluation_values(self.trainer.sanity_checking))
@@ -345,6 +346,7 @@ class HeteroStrategy(JobStrategy):
     @override
     def on_train_end(self) -> None:
         super().on_train_end()
+        self.collaborators.nonfinite.settle(self.module)
         self.recovery.retry(lambda: self.step.batch_ended(self.trainer))
         self.recovery.retry(lambda: self.accounting.apply_reports())  # leave nothing in flight
         if self.stop_request is not None:

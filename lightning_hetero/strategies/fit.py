@@ -135,7 +135,8 @@ class Fit:
         ranks, small, gathering = view.replica.ranks, job.small_group, AsyncAllGather(job.report_group())
         accounting = BatchAccounting(planner, timer, loaders, ranks, small, gathering, defers_reports=view.count > 1)
         accounting.settings = lambda: hyperparameters(trainer().optimizers)
-        nonfinite = NonFiniteGuard(mode, ranks, small, timer.waiting, lambda: describe(trainer()))
+        on_devices = all(view.topology.places[rank].device != "cpu" for rank in ranks)
+        nonfinite = NonFiniteGuard(mode, ranks, small, timer.waiting, lambda: describe(trainer()), on_devices)
         if former is not None:
             accounting.continue_from(former.accounting, repartition)
         engine = make_engine(job, accounting)

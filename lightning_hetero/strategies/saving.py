@@ -208,6 +208,7 @@ class RankState:
         if strategy.joined:
             self._add_common(checkpoint)
             if not alone:
+                strategy.collaborators.nonfinite.settle(strategy.module)
                 own = random_states.current(strategy.root_device), loader_states.current(strategy.accounting)
                 everyone = gather(own, "random states, and where dataloaders stand, to save them")
                 if strategy.is_global_zero:

@@ -211,12 +211,16 @@ class TrainingStep:
             nonlocal left_out
             output = closure()
             # Padding only: momentum and weight decay would move the replica all the same.
-            left_out = self._finite.skips_step(module, scaled) or self._samples == 0
+            left_out = self._finite.skips_step(module, scaled, optimizer) or self._samples == 0
             if left_out:
                 zero_gradients(optimizer)
             return output
 
-        with skip_step_if(lambda: left_out, optimizer), self._collectives.weighing(lambda: self._counted):
+        with (
+            self._finite.stepping(optimizer),
+            skip_step_if(lambda: left_out, optimizer),
+            self._collectives.weighing(lambda: self._counted),
+        ):
             return step(gradients)
 
     def batch_ended(self, trainer: "pl.Trainer", window: bool = False) -> None:

@@ -15,7 +15,7 @@ from test_mixed_features import measured
 
 from lightning_hetero.checkpoint import shards
 from lightning_hetero.comm import object_collectives
-from lightning_hetero.comm.groups import HostStage
+from lightning_hetero.comm.staging import HostStage
 from lightning_hetero.strategies import base, saving, training_step
 
 

@@ -9,8 +9,8 @@ import torch
 from ranks import run
 
 from lightning_hetero.batching.timer import StepTimer
-from lightning_hetero.comm import groups
-from lightning_hetero.comm.groups import HostStage
+from lightning_hetero.comm import staging
+from lightning_hetero.comm.staging import HostStage
 
 MS = 1e-3
 
@@ -74,7 +74,7 @@ ELEMENTS, PIECES = 1024, 4
 
 def staged(mutant: str) -> dict[str, float]:
     """A tensor goes through the host in pieces: each is copied in 1 ms, and travels for 3."""
-    groups.PIECE = 4 * ELEMENTS
+    staging.PIECE = 4 * ELEMENTS
     tensor = torch.arange(float(PIECES * ELEMENTS), device="fake")
     torch.fake.cost("copy", 1 * MS / (4 * ELEMENTS))
     torch.fake.synchronize()
@@ -82,7 +82,7 @@ def staged(mutant: str) -> dict[str, float]:
     if mutant == "no events":
         stage.ready = lambda: None
     if mutant == "pageable":
-        groups._pinned = lambda length, dtype: torch.empty(length, dtype=dtype)
+        staging.pinned = lambda length, dtype: torch.empty(length, dtype=dtype)
     stage._buffer(tensor).zero_()
     expected = iter(torch.arange(float(PIECES * ELEMENTS)).split(ELEMENTS))
 

@@ -13,7 +13,7 @@ from ranks import attempt, run
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_hetero.comm import groups
+from lightning_hetero.comm import staging
 from lightning_hetero.comm.groups import Groups, MixedGroup
 
 ISLANDS: list[list[tuple[int, ...]]] = [[], [(0, 1)], [(1, 3)], [(0, 2), (1, 3)], [(0, 1, 2)]]
@@ -44,7 +44,7 @@ def _own(rank: int, size: int) -> torch.Tensor:
 
 
 def _reduced(islands: list[tuple[int, ...]]) -> dict[str, Any]:
-    groups.PIECE = 4 * 100  # several pieces for each tensor
+    staging.PIECE = 4 * 100  # several pieces for each tensor
     group, rank = _group(islands), dist.get_rank()
     sums = [_own(rank, size) for size in (1, 7, 1000, 4097)]
     works = [dist.all_reduce(tensor, group=group, async_op=True) for tensor in sums]
@@ -137,7 +137,7 @@ def _batch(rank: int) -> torch.Tensor:
 
 
 def _trained(islands: list[tuple[int, ...]], unused: bool) -> dict[str, torch.Tensor]:
-    groups.PIECE = 64
+    staging.PIECE = 64
     group, rank = _group(islands), dist.get_rank()
     model = _model()
     if rank:

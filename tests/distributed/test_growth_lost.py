@@ -4,6 +4,7 @@ import os
 import re
 import signal
 import subprocess
+import threading
 import time
 from functools import partial
 from pathlib import Path
@@ -165,10 +166,9 @@ class NoAnswer(pl.Callback):
         if os.environ["RANK"] != "1" or os.environ.get(LATE) or trainer.global_step != JOINS_AT:
             return
         request: Any = trainer.strategy.stop_request  # type: ignore[attr-defined]
-        request.agreed._closed.set()
-        store, until = request.agreed._store, time.monotonic() + 60
-        while not store.check(["0/asked"]) and time.monotonic() < until:
-            time.sleep(0.02)
+        asked = threading.Event()
+        request.agreed._agree = lambda *_: asked.set()
+        asked.wait(60)
         time.sleep(2.0)
         _struck("killed")
 

@@ -1,0 +1,134 @@
+"""Staging buffers: what goes between a device and the network is copied through pinned memory of the host."""
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import torch
+from torch import Tensor
+
+PIECE = 4 << 20  # bytes that are copied, and sent, at a time: while one piece travels, the next one is copied
+
+
+@contextmanager
+def as_vector(tensor: Tensor) -> Iterator[Tensor]:
+    """The values of a dense tensor as a vector, in the order of its indices whatever its memory format is.
+
+    Ranks may hold it in different ones, such as ``channels_last``. What is written to the vector is in the tensor after
+    this block.
+    """
+    own = tensor.detach()
+    vector = own.reshape(-1)
+    yield vector
+    if not own.is_contiguous():
+        with torch.no_grad():
+            own.copy_(vector.view(own.shape))
+
+
+class HostStage:
+    """Lets functions work on the host's copies of a device's tensors.
+
+    The copies lie in pinned memory, where the device has that, and are made in a stream of their own, so that they wait
+    for nothing but the tensor itself, and overlap with what the device computes meanwhile.
+
+    Args:
+        device: where tensors are; on a CPU they are not copied.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._module: Any = getattr(torch, device.type)
+        needed = ("Stream", "stream", "current_stream", "Event")
+        self.has_streams = device.type != "cpu" and all(hasattr(self._module, name) for name in needed)
+        self._stream: Any = self._module.Stream(device) if self.has_streams else None
+        self._buffers: dict[torch.dtype, Tensor] = {}
+
+    def ready(self) -> Any:
+        """An event that passes when all that the device has been given by now is done; ``None`` without streams."""
+        if not self.has_streams:
+            return None
+        event = self._module.Event()
+        event.record(self._module.current_stream(self._device))
+        return event
+
+    @contextmanager
+    def after(self, event: Any) -> Iterator[None]:
+        """Work of the device in this block begins after an event, and beside all other work.
+
+        Args:
+            event: of :meth:`ready`.
+        """
+        if event is None:
+            yield
+            return
+        with self._module.stream(self._stream):
+            self._stream.wait_event(event)
+            yield
+
+    @torch.no_grad()
+    def through(self, tensor: Tensor, use: Callable[[Tensor], object]) -> None:
+        """Let a function change a tensor's values on the host; blocks.
+
+        Args:
+            tensor: on the device.
+            use: is given vectors on the CPU, pieces of the tensor in their order, or a sparse tensor as a whole. It may
+                change them in place.
+        """
+        if tensor.is_sparse:
+            host = tensor.detach().cpu()
+            use(host)
+            if host is not tensor:
+                tensor.copy_(host)
+            return
+        with as_vector(tensor) as flat:
+            self._through(flat, use)
+
+    def _through(self, flat: Tensor, use: Callable[[Tensor], object]) -> None:
+        size = max(PIECE // flat.element_size(), 1)
+        if self._device.type == "cpu":
+            for piece in flat.split(size):
+                use(piece)
+            return
+        parts = list(zip(flat.split(size), self._buffer(flat).split(size), strict=True))
+        copied = []
+        for own, host in parts:
+            host.copy_(own, non_blocking=self.has_streams)
+            copied.append(self.ready())
+        for (own, host), event in zip(parts, copied, strict=True):
+            if event is not None:
+                event.synchronize()
+            use(host)
+            own.copy_(host, non_blocking=self.has_streams)
+
+    def _buffer(self, like: Tensor) -> Tensor:
+        kept = self._buffers.get(like.dtype)
+        if kept is None or len(kept) < len(like):
+            kept = pinned(len(like), like.dtype) if self.has_streams else torch.empty(len(like), dtype=like.dtype)
+            self._buffers[like.dtype] = kept
+        return kept[: len(like)]
+
+
+_pageable = False  # whether the user knows that memory could not be pinned
+
+
+def pinned(length: int, dtype: torch.dtype) -> Tensor:
+    """A vector in pinned memory, with which a device exchanges values while the host goes on.
+
+    Where the system allows no more of it, the vector is in pageable memory, and a warning says once what that costs.
+    """
+    global _pageable
+    try:
+        return torch.empty(length, dtype=dtype, pin_memory=True)
+    except RuntimeError as error:
+        if torch.accelerator.is_available() and not _pageable:
+            _pageable = True
+            with suppress(UserWarning):  # also where warnings are errors
+                warnings.warn(
+                    f"{length * dtype.itemsize >> 20} MiB of memory could not be pinned "
+                    f"({str(error).splitlines()[0]}). Copies between the device and the host now go through pageable "
+                    "memory, which is several times slower, and the host waits for each. Free memory of the host, or "
+                    "raise the limit of locked memory (`ulimit -l`).",
+                    stacklevel=2,
+                )
+        return torch.empty(length, dtype=dtype)
