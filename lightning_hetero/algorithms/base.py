@@ -34,6 +34,7 @@ from lightning_hetero.algorithms.state import (
 from lightning_hetero.comm.all_reduce import Average, ReplicaLinks
 from lightning_hetero.comm.compression import Feedback
 from lightning_hetero.comm.groups import Groups
+from lightning_hetero.comm.staging import memory_like
 from lightning_hetero.comm.topology import Topology
 from lightning_hetero.errors import ConfigurationError, UnsupportedError
 from lightning_hetero.replicas.vectors import LayoutChange, Replica, wide_dtype
@@ -324,7 +325,7 @@ class Averager(Stateful, ABC):
 
     def initial_values(self) -> list[Tensor]:
         """The values of the model at :meth:`setup`: new vectors on the CPU, in fp32 or wider."""
-        return [flat.to("cpu", wide_dtype(flat), copy=True) for flat in self._packed]
+        return [memory_like(flat, wide_dtype(flat)).copy_(flat) for flat in self._packed]
 
     def prepare(self) -> Outcome | None:
         """Make what the fit needs besides its state; :attr:`replica`, :attr:`links` and the state are there."""
@@ -367,7 +368,7 @@ class Averager(Stateful, ABC):
             The mean, in memory that the next call will overwrite unless :meth:`adopt` has made it the reference.
         """
         self._packed = self.replica.pack(self._packed)
-        self._spare = self._spare or [torch.empty_like(old) for old in self.reference]
+        self._spare = self._spare or [memory_like(old) for old in self.reference]
         samples = context.samples_per_replica
         return self.links.average(self._packed, samples, self.reference, self._spare, payload=payload)
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import ClassVar
 
-import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
@@ -20,6 +19,7 @@ from lightning_hetero.algorithms.base import (
     zero_nonfinite_state,
 )
 from lightning_hetero.comm.all_reduce import Average, Contribution
+from lightning_hetero.comm.staging import memory_like
 from lightning_hetero.errors import ConfigurationError
 from lightning_hetero.replicas.vectors import Replica
 
@@ -148,8 +148,8 @@ class SyncCenterAverager(LowBitAverager, CenteredAverager):
     @override
     def prepare(self) -> Outcome | None:
         self._exchange: Callable[[], Average] | None = None
-        self._snapshot = [torch.empty_like(flat) for flat in self._packed[: self.replica.included]]
-        self._mean = [torch.empty_like(old) for old in self.center]  # memory for the next exchange
+        self._snapshot = [memory_like(flat) for flat in self._packed[: self.replica.included]]
+        self._mean = [memory_like(old) for old in self.center]  # memory for the next exchange
         if self.overlap:
             self.links.prepare()
         return None

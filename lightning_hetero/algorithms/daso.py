@@ -4,7 +4,6 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal
 
-import torch
 from torch import Tensor
 from typing_extensions import override
 
@@ -14,6 +13,7 @@ from lightning_hetero.algorithms.state import InFlight, PendingExchange, Shared
 from lightning_hetero.argument_checks import at_least_one, one_of
 from lightning_hetero.comm.all_reduce import Average, AveragePart, Contribution
 from lightning_hetero.comm.compression import check_wire
+from lightning_hetero.comm.staging import memory_like
 from lightning_hetero.errors import ConfigurationError
 from lightning_hetero.replicas.vectors import Replica
 
@@ -179,7 +179,7 @@ class DASOAverager(LowBitAverager):
 
     def _begin(self, context: StepContext) -> None:
         self._snapshot = self.replica.pack(self._snapshot)
-        self._mean = self._mean or [torch.empty_like(old) for old in self.reference]
+        self._mean = self._mean or [memory_like(old) for old in self.reference]
         weights = context.samples_per_replica
         own = Contribution(self._snapshot, weights, self.reference, self.wire, self._timer.lasted, self.feedback)
         exchange = self.links.begin(own, self._mean, self.turn % self.links.members, AVERAGE_PART[self.mixing])

@@ -21,6 +21,7 @@ from lightning_hetero.algorithms.state import InFlight, PendingExchange, Shared
 from lightning_hetero.argument_checks import at_least_one, is_number
 from lightning_hetero.comm.all_reduce import Average, Contribution, Exchange
 from lightning_hetero.comm.compression import Feedback
+from lightning_hetero.comm.staging import memory_like
 from lightning_hetero.errors import ConfigurationError
 from lightning_hetero.replicas.vectors import Replica
 
@@ -228,8 +229,8 @@ class StreamingAverager(LowBitAverager, CenteredAverager):
 
     def _part(self, vectors: slice) -> Fragment:
         center = self.center[vectors]
-        snapshot = [torch.empty_like(flat) for flat in self._packed[vectors]]
-        mean = [torch.empty_like(old) for old in center]
+        snapshot = [memory_like(flat) for flat in self._packed[vectors]]
+        mean = [memory_like(old) for old in center]
         feedback = None if self.feedback is None else self.feedback.part(vectors)
         return Fragment(self.replica.part(vectors), center, snapshot, mean, feedback)
 

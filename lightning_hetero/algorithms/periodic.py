@@ -9,6 +9,7 @@ from lightning_hetero.algorithms.base import LowBitAverager, OptimizerMoments, O
 from lightning_hetero.argument_checks import at_least_one
 from lightning_hetero.comm.all_reduce import Average, Contribution
 from lightning_hetero.comm.compression import check_wire
+from lightning_hetero.comm.staging import memory_like
 from lightning_hetero.replicas.vectors import wide_dtype
 
 
@@ -51,7 +52,7 @@ class PeriodicAverager(LowBitAverager):
     @override
     def meet(self, context: StepContext) -> Outcome | None:
         self._packed = self.replica.pack(self._packed)
-        self._spare = self._spare or [torch.empty_like(old) for old in self.reference]
+        self._spare = self._spare or [memory_like(old) for old in self.reference]
         own = Contribution(self._packed, context.samples_per_replica, self.reference, self.wire, feedback=self.feedback)
         self._take(self.links.exchange(own, self._spare), context)
         return None

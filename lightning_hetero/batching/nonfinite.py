@@ -14,7 +14,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from lightning_hetero.batching.timer import after_own_backward
 from lightning_hetero.comm.agreement import gather
 from lightning_hetero.comm.failures import deadline
-from lightning_hetero.comm.staging import HostStage, pinned
+from lightning_hetero.comm.staging import pinned, stage_of
 from lightning_hetero.errors import NotFiniteError
 
 OnNaN = Literal["error", "skip", "ignore"]
@@ -23,7 +23,7 @@ FUSED = (SGD, Adam, AdamW)
 
 
 class DeviceFlags(NamedTuple):
-    """What the device has found in a step, on its way to the host.
+    """Flags of a step, on their way from the device to the host: what was not finite.
 
     Attributes:
         values: in pinned memory: whether the loss, this rank's gradient, and the averaged gradient were not finite.
@@ -69,7 +69,7 @@ class NonFiniteGuard:
         on_devices: bool = False,
     ) -> None:
         self.mode, self._ranks, self._group, self._waiting, self._where = mode, ranks, group, waiting, where
-        self._on_devices, self._stages = on_devices, dict[torch.device, HostStage]()
+        self._on_devices = on_devices
         self._flags: Tensor | None = None  # memory for those of a step
         self._buffers: list[Tensor] = []  # as they were before the forward pass
         self.begin()
@@ -221,9 +221,9 @@ class NonFiniteGuard:
         self._left_out_on_device = found
         for group in optimizer.param_groups:
             group["fused"] = True
-        _keep_steps_on_device(optimizer)
+        _place_steps(optimizer, on_device=True)
         optimizer.found_inf = found.float()  # type: ignore[attr-defined]
-        stage = self._stages.setdefault(device, HostStage(device))
+        stage = stage_of(device)
         self._flags = pinned(3, torch.bool) if self._flags is None else self._flags
         flags = [torch.as_tensor(flag, device=device) for flag in (self._loss, self._own)]
         self._flags.copy_(torch.stack([*flags, spread]), non_blocking=stage.has_streams)
@@ -272,6 +272,8 @@ class NonFiniteGuard:
         if self._on_devices and self._active == "error" and not scaled and leaves_out_on_device(optimizer):
             self._leave_to_device(module, optimizer)
             return False
+        if type(optimizer) in FUSED and not any(g["fused"] or g.get("capturable") for g in optimizer.param_groups):
+            _place_steps(optimizer, on_device=False)  # ranks on CPUs may have joined
         self._restore(module)
         loss, own, spread = self._loss, self._own, bool(self._spread)
         nothing = self._passes > 0 and self._counted == 0
@@ -335,7 +337,7 @@ def leaves_out_on_device(optimizer: Optimizer) -> bool:
     groups = optimizer.param_groups
     if type(optimizer) not in FUSED or any(group["fused"] is False or group["foreach"] for group in groups):
         return False
-    if any(group["differentiable"] or isinstance(group["lr"], Tensor) for group in groups):
+    if any(group["differentiable"] or group.get("capturable") or isinstance(group["lr"], Tensor) for group in groups):
         return False
     if not optimizer.state and any(group.get("momentum") for group in groups):
         return False  # the first step: where it is left out, SGD's buffers hold what was in their memory
@@ -351,13 +353,13 @@ def leaves_out_on_device(optimizer: Optimizer) -> bool:
     )
 
 
-def _keep_steps_on_device(optimizer: Optimizer) -> None:
-    """The fused forms of Adam count steps on the device; a state that was restored may have its counts on the host."""
+def _place_steps(optimizer: Optimizer, on_device: bool) -> None:
+    """Put Adam's counts of steps where its form needs them: the fused one on the device, the others on the host."""
     for p, state in optimizer.state.items():
-        step = state.get("step")
-        if not isinstance(step, Tensor) or step.device == p.device:
+        step = state.get("step") if isinstance(state, dict) else None
+        if not isinstance(step, Tensor) or (step.device.type != "cpu") == on_device:
             return
-        state["step"] = step.to(p.device, torch.float32, non_blocking=True)
+        state["step"] = step.to(p.device if on_device else "cpu", torch.float32, non_blocking=on_device)
 
 
 def gradients_nonfinite(optimizers: Sequence[Optimizer]) -> bool | Tensor:

@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import cache
 from typing import Any
 
 import torch
@@ -107,6 +108,23 @@ class HostStage:
             kept = pinned(len(like), like.dtype) if self.has_streams else torch.empty(len(like), dtype=like.dtype)
             self._buffers[like.dtype] = kept
         return kept[: len(like)]
+
+
+@cache
+def stage_of(device: torch.device) -> HostStage:
+    """The stage of a device, for copies of which one is made at a time."""
+    return HostStage(device)
+
+
+def memory_like(vector: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Memory of a vector's length on the host, pinned where the vector is.
+
+    Args:
+        vector: on the host.
+        dtype: of the memory. Default: the vector's.
+    """
+    dtype = dtype or vector.dtype
+    return pinned(len(vector), dtype) if vector.is_pinned() else torch.empty(len(vector), dtype=dtype)
 
 
 _pageable = False  # whether the user knows that memory could not be pinned

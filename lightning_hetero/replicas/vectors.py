@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_hetero.comm.retry import collective
+from lightning_hetero.comm.staging import pinned, stage_of
 
 #: Cuts a model into fragments; see :class:`Replica`.
 Partition = Callable[[nn.Module, Mapping[str, int]], Callable[[str], int]]
@@ -168,18 +169,38 @@ class Replica:
         return next((self._names[id(value)] for value in values if not value.isfinite().all()), None)
 
     def pack(self, out: Sequence[Tensor] | None = None, flat: Callable[..., Tensor] | None = None) -> list[Tensor]:
-        """A copy of the values: one vector per dtype, on the model's device.
+        """A copy of the values on the host: one vector per dtype, in pinned memory where the model is on a device.
 
         Args:
             out: where to write them: vectors that an earlier call has returned, or the first of these. Default: new
                 memory.
-            flat: makes a vector of tensors, such as :func:`flatten`, the default.
+            flat: makes a vector of tensors. Default: :func:`flatten`.
         """
         if self._settle is not None:
             self._settle()
         if out is None:
             return [(flat or flatten)(group) for group in self._groups]
         return [flatten(group, old) for group, old in zip(self._groups, out, strict=False)]
+
+    def _pieces(self, flats: Sequence[Tensor]) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
+        """Tensors of the model, and the parts of vectors that belong to them, on the model's device.
+
+        On an accelerator it is a part of the model at a time, which takes less of its memory.
+        """
+        limit = max(sum(value.nbytes for group in self._groups for value in group) // PIECES, SMALLEST)
+        for group, flat in zip(self._groups, flats, strict=False):
+            if group[0].device.type == "cpu" or flat.device == group[0].device:
+                yield group, split_vector(flat, group)
+                continue
+            values, parts, size = list[Tensor](), list[Tensor](), 0
+            for value, part in _cut(group, flat, limit):
+                if values and size + value.nbytes > limit:
+                    yield values, [p.to(v, non_blocking=True) for v, p in zip(values, parts, strict=True)]
+                    values, parts, size = [], [], 0
+                values.append(value)
+                parts.append(part)
+                size += value.nbytes
+            yield values, [p.to(v, non_blocking=True) for v, p in zip(values, parts, strict=True)]
 
     @torch.no_grad()
     def unpack(self, flats: Sequence[Tensor]) -> None:
@@ -188,8 +209,8 @@ class Replica:
         Args:
             flats: vectors as :meth:`pack` returns them, or the first of these, on any device, of any floating dtype.
         """
-        for group, flat in zip(self._groups, flats, strict=False):
-            unflatten(flat, group)
+        for values, parts in self._pieces(flats):
+            torch._foreach_copy_(values, parts)
 
     @torch.no_grad()
     def replace_nonfinite(self, flats: Sequence[Tensor]) -> None:
@@ -198,8 +219,8 @@ class Replica:
         Args:
             flats: vectors with the new values, as :meth:`pack` returns them, or the first of these.
         """
-        for group, flat in zip(self._groups, flats, strict=False):
-            for value, part in zip(group, split_vector(flat, group), strict=True):
+        for values, parts in self._pieces(flats):
+            for value, part in zip(values, parts, strict=True):
                 value.copy_(torch.where(value.isfinite(), value, part))
 
     @torch.no_grad()
@@ -210,8 +231,8 @@ class Replica:
             flats: vectors as :meth:`pack` returns them, or the first of these.
             factor: by which they are multiplied.
         """
-        for group, flat in zip(self._groups, flats, strict=False):
-            torch._foreach_add_(group, split_vector(flat, group), alpha=factor)
+        for values, parts in self._pieces(flats):
+            torch._foreach_add_(values, parts, alpha=factor)
 
     @torch.no_grad()
     def move_towards(self, flats: Sequence[Tensor], part: float) -> None:
@@ -221,8 +242,8 @@ class Replica:
             flats: vectors as :meth:`pack` returns them, or the first of these.
             part: 0 leaves the values, 1 replaces them.
         """
-        for group, flat in zip(self._groups, flats, strict=False):
-            torch._foreach_lerp_(group, split_vector(flat, group), part)
+        for values, parts in self._pieces(flats):
+            torch._foreach_lerp_(values, parts, part)
 
     @contextmanager
     def with_values(self, flats: Sequence[Tensor]) -> Iterator[None]:
@@ -249,9 +270,40 @@ def wide_dtype(flat: Tensor) -> torch.dtype:
     return torch.promote_types(flat.dtype, torch.float32)
 
 
+#: On an accelerator a part of the model is written at a time, so that no second copy of the model is there: one in so
+#: many, but at least so many bytes.
+PIECES, SMALLEST = 16, 1 << 20
+
+
 def flatten(tensors: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
-    """One vector of all elements, without gradients."""
-    return torch.cat([tensor.detach().reshape(-1) for tensor in tensors], out=out)
+    """One vector of all elements on the host, without gradients; in pinned memory, if they are on an accelerator.
+
+    Args:
+        tensors: of one dtype, on one device.
+        out: where to write it. Default: new memory.
+    """
+    device = tensors[0].device
+    if device.type == "cpu":
+        return torch.cat([tensor.detach().reshape(-1) for tensor in tensors], out=out)
+    sizes = [tensor.numel() for tensor in tensors]
+    out = pinned(sum(sizes), tensors[0].dtype) if out is None else out
+    stage = stage_of(device)
+    for tensor, place in zip(tensors, out.split(sizes), strict=True):
+        place.copy_(tensor.detach().reshape(-1), non_blocking=stage.has_streams)
+    if (ready := stage.ready()) is not None:
+        ready.synchronize()
+    return out
+
+
+def _cut(tensors: Sequence[Tensor], flat: Tensor, limit: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Tensors and their parts of a vector; a large contiguous tensor comes in slices of ``limit`` bytes."""
+    for tensor, part in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
+        own = tensor.detach()
+        if own.nbytes <= limit or not own.is_contiguous():
+            yield own, part.view(own.shape)
+        else:
+            length = max(limit // own.element_size(), 1)
+            yield from zip(own.view(-1).split(length), part.split(length), strict=True)
 
 
 def split_vector(flat: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:

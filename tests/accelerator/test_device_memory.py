@@ -1,0 +1,109 @@
+"""Memory that strategies take on a device, beyond the model, its gradients and its optimizer, for every string."""
+
+import warnings
+from typing import Any
+
+import fake_device
+import lightning.pytorch as pl
+import pytest
+import torch
+from mixed_tasks import Row
+from ranks import run
+from tasks import FAST
+from test_mixed import ROWS, name
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_hetero.comm import staging
+from lightning_hetero.replicas import vectors
+
+STEPS, WIDTH, LAYERS = 10, 256, 8
+#: Bytes per parameter that stay, and that an exchange takes for a moment: a sixteenth of the model, and what does not
+#: fit into whole parts. DDP keeps buckets of gradients, as under Lightning's own strategy.
+STAYS, PEAK = {"hetero_ddp": 4.0, "hetero_auto": 4.0}, 0.4
+
+
+class Deep(pl.LightningModule):
+    def __init__(self, momentum: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
+        self.momentum = momentum
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self.net(batch[0]).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=1e-3, momentum=0.9, nesterov=self.momentum == "nesterov")
+
+
+class Memory(pl.Callback):
+    """Bytes in use where a batch begins, and the most since then, of each step."""
+
+    def __init__(self, module: Any) -> None:
+        self.module, self.held, self.most = module, list[int](), list[int]()
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self.held.append(self.module.memory_allocated())
+        self.module.reset_peak_memory_stats()
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.most.append(self.module.max_memory_allocated())
+
+
+class Pinned(pl.Callback):
+    """Counts how often pinned memory is asked for, in each step."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.count, self.steps, usual = 0, list[int](), staging.pinned
+
+        def pinned(*args: Any) -> torch.Tensor:
+            self.count += 1
+            return usual(*args)
+
+        for module in (staging, vectors):
+            patch.setattr(module, "pinned", pinned)
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self.steps.append(self.count)
+
+
+def measured(row: Row) -> tuple[int, int, int, int]:
+    """Parameters; bytes on the device between steps, and at most, once all strategies have exchanged.
+
+    The last number is how often three steps, with exchanges, asked for pinned memory.
+    """
+    warnings.filterwarnings("ignore", "Ranks .* share ")
+    kind = fake_device.load_if_given()
+    vectors.SMALLEST = 1 << 10
+    patch = pytest.MonkeyPatch()
+    pinned = Pinned(patch)
+    memory, model = Memory(getattr(torch, kind)), Deep(row.momentum)
+    settings = {**FAST, "accelerator": kind, "devices": 1, "num_nodes": 2, "max_steps": STEPS}
+    trainer = pl.Trainer(strategy=row.strategy(), callbacks=[memory, pinned], limit_val_batches=0, **settings)
+    trainer.fit(model, DataLoader(TensorDataset(torch.randn(12 * STEPS, WIDTH)), batch_size=6))
+    patch.undo()
+    parameters, asked = sum(p.numel() for p in model.parameters()), pinned.steps[-1] - pinned.steps[-4]
+    return parameters, memory.held[-1], max(memory.most[2:]), asked
+
+
+@pytest.fixture(scope="module")
+def nothing(request: pytest.FixtureRequest) -> dict[str, tuple[int, int, int, int]]:
+    """What replicas take that never exchange, by the optimizer."""
+    device = "cuda" if torch.cuda.device_count() else request.getfixturevalue("fake")
+    found = {}
+    for momentum in ("plain", "nesterov"):
+        row = Row("hetero_node", {"every_n_steps": 1000}, momentum=momentum)
+        found[momentum] = run(measured, 2, row, nodes=[1, 1], env={"FAKE_LIBRARY": device})[0]
+    return found
+
+
+@pytest.mark.parametrize("row", ROWS, ids=name)
+def test_nothing_stays_on_the_device(nothing: dict[str, tuple[int, int, int, int]], device: str, row: Row) -> None:
+    row = Row(row.name, row.options, momentum=row.momentum or "plain")
+    parameters, held, most, asked = run(measured, 2, row, nodes=[1, 1], env={"FAKE_LIBRARY": device})[0]
+    _, held_alone, most_alone, _ = nothing[row.momentum]
+    stays = STAYS.get(row.name, 0.0)
+    assert asked == 0
+    assert (held - held_alone) / parameters <= stays + 0.01
+    assert (most - most_alone) / parameters <= stays + PEAK
