@@ -169,6 +169,8 @@ class FitInfo:
         length: gives the number of optimizer steps of the fit, and of an epoch; infinite where nobody knows. It sets
             the training data up, so ask only if you need to know.
         fast_dev_run: whether this is the Trainer's trial of a few batches.
+        step_seconds: gives the median seconds of this rank's latest optimizer steps, without exchanges between
+            replicas, by the clock of its device; NaN while nobody knows.
 
     Example::
 
@@ -184,6 +186,12 @@ class FitInfo:
     skip: bool = False
     length: Callable[[], tuple[float, float]] = lambda: (math.inf, math.inf)
     fast_dev_run: bool = False
+    step_seconds: Callable[[], float] = lambda: math.nan
+
+    def in_steps(self, seconds: float) -> float:
+        """Optimizer steps that this rank takes in so many seconds; NaN while nobody knows."""
+        step = self.step_seconds()
+        return seconds / step if step > 0 else math.nan
 
     @property
     def job(self) -> tuple[Topology, Groups]:

@@ -8,7 +8,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_hetero.algorithms.base import LowBitAverager, Outcome, StepContext, Traits
-from lightning_hetero.algorithms.schedules import ExchangeTimer, RateSchedule, phase, steps_of
+from lightning_hetero.algorithms.schedules import RateSchedule, phase, steps_of
 from lightning_hetero.algorithms.state import InFlight, PendingExchange, Shared
 from lightning_hetero.argument_checks import at_least_one, one_of
 from lightning_hetero.comm.all_reduce import Average, AveragePart, Contribution
@@ -104,7 +104,7 @@ class DASOAverager(LowBitAverager):
     def prepare(self) -> Outcome | None:
         self.links.prepare()
         self._phases = 0.0, 0, 0  # optimizer steps of the run, of its warm-up, of its cool-down
-        self._timer = ExchangeTimer()
+        self._lasted = math.nan  # the latest exchange, in steps of this rank
         self._snapshot: list[Tensor] | None = None  # memory for the next exchange
         self._mean: list[Tensor] = []  # memory for the next exchange
         if self.links.count == 1:
@@ -152,7 +152,6 @@ class DASOAverager(LowBitAverager):
 
     @override
     def after_step(self, context: StepContext) -> None:
-        self._timer.step_ended()
         cycling = self.phase(context.step) == "cycling"
         if self.pending and (not cycling or context.step >= self.pending[0].due):
             self.complete(context)
@@ -161,7 +160,6 @@ class DASOAverager(LowBitAverager):
         # When B has just been halved, an exchange may still be under way for longer than the new B.
         elif self._begins(context.step) and not self.pending:
             self._begin(context)
-        self._timer.step_begins()
         self._epoch_ended, steps = context.epoch_ends, self.schedule_every_n_steps
         by_epoch = context.epoch_ends and self.monitor is None
         if by_epoch if steps is None else context.step % steps == 0:
@@ -181,12 +179,15 @@ class DASOAverager(LowBitAverager):
         self._snapshot = self.replica.pack(self._snapshot)
         self._mean = self._mean or [memory_like(old) for old in self.reference]
         weights = context.samples_per_replica
-        own = Contribution(self._snapshot, weights, self.reference, self.wire, self._timer.lasted, self.feedback)
+        own = Contribution(self._snapshot, weights, self.reference, self.wire, self._lasted, self.feedback)
         exchange = self.links.begin(own, self._mean, self.turn % self.links.members, AVERAGE_PART[self.mixing])
-        pending = PendingExchange(context.step, self.schedule.wait, exchange, on_arrival=self._timer.exchanged)
+        pending = PendingExchange(context.step, self.schedule.wait, exchange, on_arrival=self._measured)
         self.last_launch, self.turn, self.pending = context.step, self.turn + 1, [pending]
         if self.schedule.wait == 0:
             self.complete(context)
+
+    def _measured(self, seconds: float) -> None:
+        self._lasted = self.run.in_steps(seconds)
 
     @override
     def arrive(self, pending: PendingExchange, step: int) -> None:

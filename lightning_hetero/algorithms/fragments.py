@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from lightning_hetero.algorithms.base import LowBitAverager, Outcome, StepContext
 from lightning_hetero.algorithms.center import CenteredAverager, check_patterns
-from lightning_hetero.algorithms.schedules import ExchangeTimer, TauSchedule
+from lightning_hetero.algorithms.schedules import TauSchedule
 from lightning_hetero.algorithms.state import InFlight, PendingExchange, Shared
 from lightning_hetero.argument_checks import at_least_one, is_number
 from lightning_hetero.comm.all_reduce import Average, Contribution, Exchange
@@ -147,7 +147,7 @@ class Fragment:
         snapshot: memory for what is sent.
         mean: memory for what arrives.
         feedback: what low-bit messages of it have left out, if there are any.
-        seconds: how long its latest exchange lasted, in steps of this replica; NaN before.
+        lasted: how long its latest exchange lasted, in steps of this replica; NaN before.
         distance: of the replicas from the center, at its latest exchange; NaN before.
     """
 
@@ -156,7 +156,7 @@ class Fragment:
     snapshot: list[Tensor]
     mean: list[Tensor]
     feedback: Feedback | None
-    seconds: float = math.nan
+    lasted: float = math.nan
     distance: float = math.nan
 
 
@@ -222,7 +222,6 @@ class StreamingAverager(LowBitAverager, CenteredAverager):
     def prepare(self) -> Outcome | None:
         self._quiet = 0  # step up to which no exchange begins, since a replica was lost
         self._parts = [self._part(vectors) for vectors in self.replica.fragments]
-        self._timer = ExchangeTimer()
         if self.delay:
             self.links.prepare()
         return None
@@ -258,7 +257,6 @@ class StreamingAverager(LowBitAverager, CenteredAverager):
 
     @override
     def after_step(self, context: StepContext) -> Outcome | None:
-        self._timer.step_ended()
         self.at_center = False
         arriving = [pending for pending in self.pending if context.step >= pending.due]
         self.arrive_all(arriving, context.step)
@@ -270,14 +268,13 @@ class StreamingAverager(LowBitAverager, CenteredAverager):
             self._begin(p, context)
         if not self.delay:
             self.arrive_all(arriving := self.pending, context.step)
-        self._timer.step_begins()
         return Outcome(exchanged=bool(arriving), info=told) if arriving or told else None
 
     def _begin(self, p: int, context: StepContext) -> None:
         part = self._parts[p]
         part.snapshot = part.replica.pack(part.snapshot)
         weights, feedback = context.samples_per_replica, part.feedback
-        own = Contribution(part.snapshot, weights, part.center, self.wire, feedback=feedback, payload=part.seconds)
+        own = Contribution(part.snapshot, weights, part.center, self.wire, feedback=feedback, payload=part.lasted)
         if self.delay:
             average: Exchange | Average = self.links.begin(own, part.mean, want="difference")
         else:
@@ -288,8 +285,7 @@ class StreamingAverager(LowBitAverager, CenteredAverager):
         self.pending = [*self.pending, PendingExchange(context.step, self.delay, average, p, arrival)]
 
     def _measured(self, part: Fragment, seconds: float) -> None:
-        self._timer.exchanged(seconds)
-        part.seconds = self._timer.lasted
+        part.lasted = self.run.in_steps(seconds)
 
     @override
     def arrive(self, pending: PendingExchange, step: int) -> None:

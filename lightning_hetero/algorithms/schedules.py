@@ -1,8 +1,6 @@
 """Schedules of exchanges: DASO's phases and rate, and the automatic number of local steps."""
 
 import math
-import time
-from collections import deque
 from collections.abc import Sequence
 from statistics import median
 from typing import Any, Literal
@@ -245,31 +243,3 @@ class TauSchedule:
             self.tau, self.origin = min(state["tau"], self._longest), state["origin"]
             if len(state["lasted"]) == len(self._lasted):
                 self._lasted = [list(lasted) for lasted in state["lasted"]]
-
-
-class ExchangeTimer:
-    """Times the steps between exchanges, and the exchanges.
-
-    Attributes:
-        lasted: the latest exchange's duration, in steps; NaN before the first.
-    """
-
-    def __init__(self) -> None:
-        self.lasted = math.nan
-        self._steps: deque[float] = deque(maxlen=16)  # seconds; the median leaves out validation and the like
-        self._resumed = math.nan
-
-    def step_ended(self) -> None:
-        """A step has been taken."""
-        seconds = time.perf_counter() - self._resumed
-        if math.isfinite(seconds):
-            self._steps.append(seconds)
-
-    def step_begins(self) -> None:
-        """The next step may begin."""
-        self._resumed = time.perf_counter()
-
-    def exchanged(self, seconds: float) -> None:
-        """An exchange took so long."""
-        if self._steps:
-            self.lasted = seconds / median(self._steps)

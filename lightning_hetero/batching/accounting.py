@@ -5,8 +5,10 @@ import math
 import threading
 import time
 import warnings
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from statistics import median
 from typing import Any, Protocol
 
 import torch
@@ -98,6 +100,7 @@ class BatchAccounting:
         self._fresh_pass = False  # an epoch's first batch has just been drawn
         self.drawn: Drawn | None = None  # of the running step, None between steps
         self._timings: list[StepTiming] = []  # since the last report
+        self._durations = deque[float](maxlen=16)  # seconds of the latest batches, without exchanges between replicas
         self.watchers: list[Callable[[StepTiming], None]] = []  # are shown every lap
         self._weighing: tuple[Tensor, Tensor, dist.Work | None] | None = None
         self.settings: Callable[[], dict[str, float]] = dict  # the hyperparameters of optimizers
@@ -113,6 +116,7 @@ class BatchAccounting:
         """
         self.step, self.cost, self.evidence, self.watchers = former.step, former.cost, former.evidence, former.watchers
         self._warned, self._warned_too_slow = former._warned, former._warned_too_slow
+        self._durations = former._durations
         self._owes, self.launched = former._owes, former.launched
         if repartition is not None:  # in the midst of a step, perhaps
             kept = repartition.former_ranks
@@ -195,6 +199,7 @@ class BatchAccounting:
         if self.drawn is None:
             return
         for timing in self.timer.end_step(max(int(self.drawn.samples), 1), padding=not self.drawn.samples):
+            self._durations.append(timing.work + timing.wait - timing.exchange)
             self.cost.observe(timing.samples, timing.work)
             if self.cost.warm:
                 self.evidence.observe(timing, self.cost.cost)
@@ -207,6 +212,10 @@ class BatchAccounting:
             self.agreement.after_batch()
         self._owes = report and self.step > self._quiet
         self.send_report()
+
+    def batch_seconds(self) -> float:
+        """Median seconds of the latest batches, without exchanges, by the device's clock; NaN before the first."""
+        return median(self._durations) if self._durations else math.nan
 
     def send_report(self) -> None:
         """Send the report of the step that has ended, if it is due and a loss has kept this rank from that."""

@@ -379,6 +379,7 @@ class JobStrategy(DDPStrategy):
             self.options.on_nan == "skip",
             lambda: length_of(self.trainer),
             bool(getattr(self.trainer, "fast_dev_run", False)),
+            lambda: self.accounting.batch_seconds() * self.trainer.accumulate_grad_batches,
         )
 
     # -- DDP over the replica ----------------------------------------------------------------------
