@@ -56,9 +56,14 @@ def _run(options: argparse.Namespace) -> None:
 
         Console().print(strategies_table())
     elif options.command == "doctor":
+        given = {name: value for name, value in vars(options).items() if name != "command"}
+        if given.pop("selftest"):
+            from lightning_hetero.selftest import selftest
+
+            sys.exit(0 if selftest() else 1)
         from lightning_hetero.doctor import examine
 
-        examine(**{name: value for name, value in vars(options).items() if name != "command"})
+        examine(**given)
     elif options.command == "plan":
         from lightning_hetero.planning import plan
         from lightning_hetero.planning.plan import ClusterOptions
@@ -104,6 +109,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     doctor.add_argument("--timeout", type=_seconds, default=60.0, help="longest wait for a rank, in s (%(default)s)")
     doctor.add_argument("--save", type=Path, help="write what was measured to this file, for plan --from")
+    doctor.add_argument(
+        "--selftest",
+        action="store_true",
+        help="check this machine's devices in real fits, for some minutes, and print a table to paste into an issue",
+    )
     _add_plan(commands)
     demo = commands.add_parser(
         "demo",

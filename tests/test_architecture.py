@@ -35,7 +35,7 @@ ORDER = (
         "elastic",
     ),
     *("lightning_compat", "checkpoint", "planning", "launch", "registration", "strategies", "config", "callbacks"),
-    *("demo", "doctor", "cli"),
+    *("demo", "doctor", "selftest", "cli"),
 )
 #: They know nothing of Lightning.
 WITHOUT_LIGHTNING = ORDER[: ORDER.index("lightning_compat")]

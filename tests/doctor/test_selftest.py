@@ -1,0 +1,122 @@
+"""``lightning-hetero doctor --selftest``: rows on CPUs, and of GPUs that are unlike, full or sliced."""
+
+import subprocess
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_hetero import selftest
+from lightning_hetero.selftest import Devices, Row
+
+CPUS = Devices("cpu", 0, 2)
+
+
+@pytest.mark.long
+def test_the_command_prints_a_table_of_verdicts() -> None:
+    command = [sys.executable, "-m", "lightning_hetero", "doctor", "--selftest"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "Traceback" not in done.stdout + done.stderr
+    for check in (
+        "versions",
+        "route of gradients",
+        "against one process, float64",
+        "step time of hetero_ddp",
+        "stopwatch",
+        "rank 1: error",
+        "rank 1: kill",
+        "rank 1: freeze",
+    ):
+        assert check in done.stdout
+    assert "FAILED" not in done.stdout
+    assert "a deliberate error of the self-test" in " ".join(done.stdout.split())
+
+
+def test_averages_are_exact() -> None:
+    route, bitwise, error = selftest._exactness(CPUS)
+    assert [row.verdict for row in (route, bitwise, error)] == ["ok"] * 3
+    assert "shared memory" in route.found
+
+
+def test_a_wrong_average_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control: a rank with other weights, and a process that comes to others."""
+    usual = selftest.run
+
+    def spoilt(part: str, here: Devices, world: int, *args: str) -> Any:
+        outcomes = usual(part, here, world, *args)
+        outcomes[-1].report["weights"][0] += 1e-3  # type: ignore[index]
+        return outcomes
+
+    monkeypatch.setattr(selftest, "run", spoilt)
+    assert [row.verdict for row in selftest._exactness(CPUS)] == ["ok", "FAILED", "FAILED"]
+
+
+def test_a_stopwatch_that_counts_others_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    outcomes = [selftest.RankOutcome({"work": 0.06}, 0, "", 1.0)] * 2
+    monkeypatch.setattr(selftest, "run", lambda *_: outcomes)
+    [row] = selftest._stopwatch(CPUS)
+    assert row.verdict == "FAILED"
+
+
+def test_a_rank_that_breaks_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(selftest, "run", lambda *_: [selftest.RankOutcome(None, 1, "out of memory", 2.0)])
+    [row] = selftest._stopwatch(CPUS)
+    assert row == Row("stopwatch", "FAILED", "rank 0 ended with status 1: out of memory")
+
+
+@pytest.mark.parametrize(
+    ("output", "error"),
+    [
+        ("Traceback\n  File\nValueError: no such thing\n", "no such thing"),
+        ("[rank1]: lightning_hetero.errors.CommunicationError: rank 0 failed\nmore", "rank 0 failed"),
+        ("killed", "killed"),
+        ("", "it said nothing"),
+    ],
+)
+def test_the_error_of_a_rank_is_its_last_one(output: str, error: str) -> None:
+    assert selftest._last_error(output) == error
+
+
+def gpus(monkeypatch: pytest.MonkeyPatch, names: list[str], used: list[float], cards: list[str]) -> list[Row]:
+    """What it says of GPUs that this machine does not have."""
+    properties = [SimpleNamespace(name=name, uuid=card) for name, card in zip(names, cards, strict=True)]
+
+    def memory(number: int) -> tuple[int, int]:
+        if used[number] > 1:
+            raise RuntimeError("CUDA error: out of memory\nCompile with ...")
+        return round((1 - used[number]) * 2**30), 2**30
+
+    for name, value in {
+        "device_count": lambda: len(names),
+        "get_device_properties": properties.__getitem__,
+        "get_device_name": names.__getitem__,
+        "mem_get_info": memory,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 27, 1))
+    return list(selftest._machine(selftest.devices()))
+
+
+def test_one_gpu_is_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = gpus(monkeypatch, ["A100"], [0.1], ["a"])
+    assert [row.verdict for row in rows] == ["ok"] * 3
+    assert rows[-1].found == "2 ranks share 1 device(s), and average over gloo"
+    assert selftest.devices() == Devices("cuda", 1, 2)
+
+
+def test_unlike_gpus_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = gpus(monkeypatch, ["A100", "T4"], [0.1, 0.1], ["a", "b"])
+    assert rows[-1].found == "unlike: A100, T4. Shares follow their speed"
+
+
+def test_slices_and_full_gpus_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ["H100 MIG 1g.10gb", "H100 MIG 1g.10gb", "A100", "A100"]
+    rows = {row.check: row for row in gpus(monkeypatch, names, [0.1, 0.1, 0.9, 2.0], ["a", "a", "b", "c"])}
+    assert "a MIG slice" in rows["device 0"].found
+    assert "a MIG slice" in rows["device 1"].found
+    assert rows["device 2"].verdict == "warning"
+    assert "90% in use: other processes use it" in rows["device 2"].found
+    assert rows["device 3"] == Row("device 3", "FAILED", "A100: CUDA error: out of memory")
