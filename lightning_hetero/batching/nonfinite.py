@@ -216,7 +216,11 @@ class NonFiniteGuard:
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         finite = torch.stack(torch._foreach_norm([p.grad for p in parameters], math.inf)).isfinite()
         device = finite.device
-        spread = torch.as_tensor(self._spread, device=device)
+        # Made by a kernel: to copy a number of the host's would wait for the device.
+        loss, own, spread = (
+            flag if isinstance(flag, Tensor) else torch.full((), flag, dtype=torch.bool, device=device)
+            for flag in (self._loss, self._own, self._spread)
+        )
         found = (spread | self._left_out_on_device) & ~finite.all()  # hooks may have put all gradients in order
         self._left_out_on_device = found
         for group in optimizer.param_groups:
@@ -225,8 +229,7 @@ class NonFiniteGuard:
         optimizer.found_inf = found.float()  # type: ignore[attr-defined]
         stage = stage_of(device)
         self._flags = pinned(3, torch.bool) if self._flags is None else self._flags
-        flags = [torch.as_tensor(flag, device=device) for flag in (self._loss, self._own)]
-        self._flags.copy_(torch.stack([*flags, spread]), non_blocking=stage.has_streams)
+        self._flags.copy_(torch.stack([loss, own, spread]), non_blocking=stage.has_streams)
         self._latest = DeviceFlags(self._flags, stage.ready(), parameters, finite, self._where())
         self._forget()
 
