@@ -199,11 +199,12 @@ class BatchAccounting:
         if self.drawn is None:
             return
         for timing in self.timer.end_step(max(int(self.drawn.samples), 1), padding=not self.drawn.samples):
-            self._durations.append(timing.work + timing.wait - timing.exchange)
-            self.cost.observe(timing.samples, timing.work)
-            if self.cost.warm:
-                self.evidence.observe(timing, self.cost.cost)
-                self._timings.append(timing)
+            if not timing.compiled:
+                self._durations.append(timing.work + timing.wait - timing.exchange)
+                self.cost.observe(timing.samples, timing.work)
+                if self.cost.warm:
+                    self.evidence.observe(timing, self.cost.cost)
+                    self._timings.append(timing)
             for watcher in self.watchers:
                 watcher(timing)
         self.drawn, self._weighing = None, None

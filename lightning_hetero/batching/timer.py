@@ -1,5 +1,6 @@
 """Step timer: the seconds of a rank's own work, without those in which it waits for others."""
 
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -105,6 +106,7 @@ class StepTiming(NamedTuple):
         exchange: of the wait, seconds that an exchange between replicas took from the training thread.
         began: when the step began, by the timer's clock.
         padding: whether the samples are only padding, because the rank had none of the batch.
+        compiled: whether ``torch.compile`` was at work in the step, which says nothing of the steps to come.
     """
 
     samples: int
@@ -114,6 +116,7 @@ class StepTiming(NamedTuple):
     exchange: float
     began: float
     padding: bool = False
+    compiled: bool = False
 
 
 class Activity(Enum):
@@ -138,7 +141,7 @@ class StepTimer:
 
     def __init__(self, device: torch.device, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
-        self._depth = 0
+        self._depth = self._graphs = 0
         self.move_to(device)
 
     def move_to(self, device: torch.device) -> None:
@@ -219,7 +222,10 @@ class StepTimer:
             The timings known by now, oldest first.
         """
         self._turn_to(Activity.WORK)
-        self._pending.append((StepTiming(samples, 0.0, 0.0, self._data, 0.0, self._began, padding), self._spans))
+        before, self._graphs = self._graphs, compiled_graphs()
+        compiled = self._graphs > before
+        timing = StepTiming(samples, 0.0, 0.0, self._data, 0.0, self._began, padding, compiled)
+        self._pending.append((timing, self._spans))
         self._begin(self._spans[-1])
         known = []
         while self._pending and self._points.passed(self._pending[0][1][-1][1]):
@@ -250,6 +256,12 @@ class StepTimer:
         if self._doing is Activity.WORK:
             self._turn_to(Activity.WAIT)
             self._after_backward = True
+
+
+def compiled_graphs() -> int:
+    """Number of graphs that ``torch.compile`` has captured in this process."""
+    dynamo = sys.modules.get("torch._dynamo.utils")  # of which only those know who compile
+    return 0 if dynamo is None else dynamo.counters["stats"]["unique_graphs"]
 
 
 def after_own_backward(loss: Tensor, callback: Callable[[], None]) -> None:

@@ -40,7 +40,13 @@ from lightning_hetero.strategies.recovery import PeerRecovery
 from lightning_hetero.strategies.replica_ddp import ReplicaDDP, share_buffers
 from lightning_hetero.strategies.signals import StopRequest, end_at_once
 from lightning_hetero.strategies.trainer_checks import check_model, check_trainer
-from lightning_hetero.strategies.training_step import EvaluationStep, apply, explain_unused, values_shared
+from lightning_hetero.strategies.training_step import (
+    EvaluationStep,
+    apply,
+    explain_unused,
+    mark_sizes_dynamic,
+    values_shared,
+)
 
 _PATIENCE = 5.0  # seconds
 
@@ -208,7 +214,10 @@ class HeteroStrategy(JobStrategy):
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         if self.lightning_module is not None:
             self.recovery.retry(lambda: self.step.begin(self.trainer))
-        return super().batch_to_device(batch, device, dataloader_idx)
+        moved = super().batch_to_device(batch, device, dataloader_idx)
+        if self.lightning_module is not None and self.trainer.training and self.options.balance != "off":
+            mark_sizes_dynamic(moved)
+        return moved
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:

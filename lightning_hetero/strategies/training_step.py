@@ -1,5 +1,6 @@
 """The parts of a training step: begin, forward, backward, the optimizer's step, and what comes of it."""
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import wraps
@@ -11,6 +12,7 @@ from lightning.pytorch.utilities.data import extract_batch_size
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
+from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from lightning_hetero import lightning_compat
@@ -283,6 +285,19 @@ def explain_unused(exception: BaseException, strategy: str) -> None:
             "name."
         ),
     )
+
+
+def mark_sizes_dynamic(batch: Any) -> None:
+    """Tell ``torch.compile``, where it is in use, that the sizes of batches vary: else each size is compiled anew.
+
+    Args:
+        batch: its tensors' first dimension is that of samples.
+    """
+    if (dynamo := sys.modules.get("torch._dynamo")) is None or not hasattr(dynamo, "maybe_mark_dynamic"):
+        return
+    for value in tree_leaves(batch):
+        if isinstance(value, Tensor) and value.dim() and len(value) > 1:
+            dynamo.maybe_mark_dynamic(value, 0)
 
 
 class EvaluationStep:

@@ -1,0 +1,74 @@
+"""``torch.compile`` where batch sizes move: nothing is compiled anew for them, and compiling does not count as slow."""
+
+import time
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from ranks import run
+from tasks import FAST, Net, dataset
+from torch.utils.data import DataLoader
+
+from lightning_hetero import HeteroDDPStrategy
+from lightning_hetero.strategies import base
+
+COMPILING, STEPS = 2.0, 60  # seconds for each graph
+
+
+class Compiled(Net):
+    """Its network is compiled, by a backend that takes its time; the second rank's device is slow."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.graphs = 0
+        self.rank = 0
+        self.compiled = torch.compile(self.net, backend=self._compile)
+
+    def _compile(self, graph: Any, inputs: Any) -> Any:
+        self.graphs += 1
+        time.sleep(COMPILING if self.rank == 0 else 0.0)
+        return graph.forward
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.rank = self.global_rank
+        x, y, *_ = batch
+        time.sleep(len(x) * (0.003 if self.rank == 0 else 0.001))
+        return torch.nn.functional.mse_loss(self.compiled(x), y)
+
+
+class Sizes(pl.Callback):
+    def __init__(self) -> None:
+        self.seen: list[int] = []
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, *_: Any) -> None:
+        self.seen.append(len(batch[0]))
+
+
+def _fit(marks: bool) -> tuple[int, list[int], float]:
+    torch._dynamo.reset()
+    if not marks:
+        base.mark_sizes_dynamic = lambda batch: None  # type: ignore[assignment]
+    module, sizes = Compiled(), Sizes()
+    trainer = pl.Trainer(
+        strategy=HeteroDDPStrategy(timeout=60), max_steps=STEPS, max_epochs=-1, callbacks=[sizes], **FAST, devices=1
+    )
+    trainer.fit(module, DataLoader(dataset(32 * STEPS), batch_size=16))
+    return module.graphs, sizes.seen, trainer.strategy.accounting.cost.cost.fixed
+
+
+def test_sizes_that_move_are_not_compiled_anew() -> None:
+    found = run(_fit, 2, True, nodes=[1, 1])
+    for graphs, sizes, _ in found:
+        assert len(set(sizes)) > 1  # shares have moved
+        assert graphs == 1
+    slow, fast = (sizes for _, sizes, _ in found)
+    assert sum(fast[-10:]) > 2 * sum(slow[-10:])  # three times as fast
+
+
+def test_compiling_is_no_slowness() -> None:
+    """A rank that compiles for two seconds, again when sizes change, is not taken for slow: its shares stay."""
+    (graphs, slow, fixed), _ = run(_fit, 2, False, nodes=[1, 1])
+    assert graphs > 1  # without the marks
+    assert fixed < 0.01
+    moved = next(step for step, size in enumerate(slow) if size != slow[0])
+    assert 5 <= min(slow[moved:]) <= max(slow[moved:]) <= 10  # a quarter of 32
