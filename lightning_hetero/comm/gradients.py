@@ -15,6 +15,7 @@ from torch.futures import Future
 from typing_extensions import override
 
 from lightning_hetero.comm.compression import DTYPES, LOW_BIT, Feedback, encoded_sum, encoding_of, low_bit_encoding
+from lightning_hetero.comm.staging import pinned, stage_of
 from lightning_hetero.comm.threads import Background, BufferPool
 from lightning_hetero.errors import ConfigurationError, UnsupportedError
 
@@ -294,7 +295,9 @@ class GradientWire:
         self.bundles = bundles_of(model.named_parameters())
         rank, pool = rank_of(wire), BufferPool()
         self._means: list[GradientMean] = []
-        self._values: list[Tensor] = []
+        self._values: list[Tensor] = []  # on the host; pinned, if gradients are on a device
+        self._copied: Any = None  # an event that passes once the gradients so far are in there; None: they are
+        on_device = any(p.device.type != "cpu" for p in model.parameters())
         for number, bundle in enumerate(self.bundles):
             if bundle.dtype.is_complex:
                 raise UnsupportedError(
@@ -302,7 +305,8 @@ class GradientWire:
                     "(torch.view_as_real), or use wire='fp32'."
                 )
             dtype = torch.float32 if rank is None else bundle.dtype
-            self._values.append(torch.zeros(bundle.length, dtype=dtype))
+            memory = pinned(bundle.length, dtype) if on_device else torch.empty(bundle.length, dtype=dtype)
+            self._values.append(memory.zero_())
             self._means.append(
                 EncodedMean(wire, bundle.length, group, pool)
                 if rank is None
@@ -333,13 +337,16 @@ class GradientWire:
         if bucket.index() == 0:
             self._begin()
         waiting, ready = _PendingBucket(bucket), []
+        on_device = waiting.buffer.device.type != "cpu"
         for p, gradient in zip(waiting.parameters, waiting.gradients, strict=True):
             number, part = self._places[id(p)]
-            part.copy_(gradient.reshape(-1))
+            part.copy_(gradient.reshape(-1).to(part.dtype), non_blocking=on_device)
             waiting.missing.add(number)
             self._absent[number] -= 1
             if not self._absent[number]:
                 ready.append(number)
+        if on_device:
+            self._copied = stage_of(waiting.buffer.device).ready()
         with self._lock:
             self._waiting.append(waiting)
         for number in ready:
@@ -358,13 +365,15 @@ class GradientWire:
 
     def _start(self, number: int) -> None:
         """Take the means of a bundle, after those that were started before."""
-        before = self._latest
+        before, copied = self._latest, self._copied
 
         def take() -> None:
             error: BaseException | None = None
             try:
                 if before is not None:
                     before.result()
+                if copied is not None:
+                    copied.synchronize()
                 self._take(number)
             except BaseException as caught:
                 error = caught

@@ -125,6 +125,15 @@ def test_the_host_waits_for_exchanges_only(device: str, row: Row) -> None:
     assert sum(steps) <= waits * exchanges, steps
 
 
+@pytest.mark.parametrize("wire", ["bf16", "int8", "powersgd:2"])
+def test_gradients_on_a_wire_wait_for_nothing(device: str, wire: str) -> None:
+    """They are copied into pinned memory, and a thread waits for that."""
+    row = Row("hetero_ddp", {"wire": wire})
+    steps = run(counted, 2, row, nodes=[1, 1], env={"FAKE_LIBRARY": device})[0]
+    assert len(steps) == STEPS - 3
+    assert max(steps) == 0, steps
+
+
 class Reads(Plain):
     """Reads its loss in each step, as careless modules do."""
 
