@@ -207,7 +207,7 @@ def _failures(here: Devices) -> Iterator[Row]:
         others = [rank for number, rank in enumerate(ranks) if number != 1]
         seconds, message = max(rank.seconds for rank in others), others[0].error
         ended = all(rank.status not in (None, 0) for rank in others)
-        named = "rank 1" in message or "1 of" in message or "rank(s) 1" in message
+        named = re.search(r"\brank(?:\(s\)|s)? 1\b", message) is not None
         verdict = "ok" if ended and named and seconds < most else "FAILED"
         found = f"the others ended after {seconds:.1f} s: {message[:160]}" if ended else "the others did not end"
         yield Row(f"rank 1: {how}", verdict, found)

@@ -170,7 +170,7 @@ class FitInfo:
             the training data up, so ask only if you need to know.
         fast_dev_run: whether this is the Trainer's trial of a few batches.
         step_seconds: gives the median seconds of this rank's latest optimizer steps, without exchanges between
-            replicas, by the clock of its device; NaN while nobody knows.
+            replicas, by the clock of its device; NaN before the first.
 
     Example::
 
@@ -189,7 +189,7 @@ class FitInfo:
     step_seconds: Callable[[], float] = lambda: math.nan
 
     def in_steps(self, seconds: float) -> float:
-        """Optimizer steps that this rank takes in so many seconds; NaN while nobody knows."""
+        """Optimizer steps that this rank takes in so many seconds; NaN before its first step."""
         step = self.step_seconds()
         return seconds / step if step > 0 else math.nan
 

@@ -4,7 +4,8 @@ The leader proposes a plan. Each rank answers how far it may draw by the plan be
 ranks agree. There it waits until the leader has decided. Once all have answered, the plan starts at the farthest of
 these steps; no rank has drawn it. Where one does not answer in time, the proposal is dropped, and all go on.
 
-Nothing here communicates or reads a clock, so that tests can try every order of messages.
+The protocol of plans neither communicates nor reads a clock, so that tests can try every order of messages.
+:class:`AgreedBatch` has a thread and the job's store.
 """
 
 import json
