@@ -1,5 +1,6 @@
 """``lightning-hetero doctor --selftest``: checks this machine's devices in real fits, and prints one table."""
 
+import gc
 import json
 import os
 import platform
@@ -29,7 +30,7 @@ STEPS, BATCH, WIDTH = 24, 8, 64
 SLEEP = 0.05  # seconds for which a rank sleeps in each step, to try the stopwatch
 STEP = 0.03  # seconds that a timed step takes at least
 TIMEOUT = 20  # seconds, the strategies' option where a rank freezes
-LIMIT = 180.0  # seconds of a check
+LIMIT = 300.0  # seconds of a check
 MARK = "selftest: "  # before what a rank reports
 
 
@@ -65,16 +66,28 @@ class RankOutcome(NamedTuple):
     """Outcome of a rank.
 
     Attributes:
-        report: that it has made, if any.
+        reports: that it has made, in their order.
         status: with which its process has ended; ``None``: it had to be killed.
-        error: the message of the error that has ended it, or its last line.
+        output: what it has printed.
         seconds: until its end, from where a rank was struck, or from the beginning.
     """
 
-    report: dict[str, Any] | None
+    reports: list[dict[str, Any]]
     status: int | None
-    error: str
+    output: str
     seconds: float
+
+    @property
+    def report(self) -> dict[str, Any]:
+        """The first report, empty without any."""
+        return self.reports[0] if self.reports else {}
+
+    @property
+    def error(self) -> str:
+        """The message of the error that has ended it: the latest line that begins with the name of one, or the last."""
+        found = re.findall(r"^(?:\[rank\d+\]: *)?[\w.]*(?:Error|Exception|Interrupt): (.+)$", self.output, re.MULTILINE)
+        lines = self.output.strip().splitlines()
+        return str(found[-1]) if found else (lines[-1] if lines else "it said nothing")
 
 
 def devices() -> Devices:
@@ -93,6 +106,7 @@ def selftest() -> bool:
     for check in CHECKS:
         print(f"... {check.__doc__.splitlines()[0] if check.__doc__ else check.__name__}", file=sys.stderr, flush=True)
         for row in check(here):
+            print(": ".join(row), file=sys.stderr, flush=True)  # at once: a device may hang later on
             table.add_row(*row)
             failed |= row.verdict == "FAILED"
     Console(width=160 if not sys.stdout.isatty() else None).print(table)
@@ -141,11 +155,11 @@ def _exactness(here: Devices) -> Iterator[Row]:
     if (bad := _problem([*ranks, alone])) is not None:
         yield Row("averages", "FAILED", bad)
         return
-    reports = [rank.report or {} for rank in ranks]
+    reports = [rank.report for rank in ranks]
     yield Row("route of gradients", "ok", reports[0]["route"] or "one rank: none")
     same = all(report["weights"] == reports[0]["weights"] for report in reports)
     yield Row("ranks hold the same weights, bitwise", "ok" if same else "FAILED", "yes" if same else "no")
-    pairs = zip(reports[0]["weights"], (alone.report or {})["weights"], strict=True)
+    pairs = zip(reports[0]["weights"], alone.report["weights"], strict=True)
     error = max(abs(own - its) for own, its in pairs)
     verdict = "ok" if error < 1e-10 else "FAILED"
     yield Row("against one process, float64", verdict, f"largest difference of a weight {error:.1e} (limit 1e-10)")
@@ -154,13 +168,17 @@ def _exactness(here: Devices) -> Iterator[Row]:
 def _speed(here: Devices) -> Iterator[Row]:
     """Step time against Lightning's ddp."""
     found: dict[str, list[float]] = {}
-    for _ in range(2):  # alternating
-        for name in ("ddp", "error", "ignore"):
-            ranks = run("speed", here, here.world, name)
-            if (bad := _problem(ranks)) is not None:
-                yield Row(f"step time, {name}", "FAILED", bad)
-                return
-            found.setdefault(name, []).append((ranks[0].report or {})["step"])
+    world = min(here.world, here.devices) or here.world  # Lightning's ddp refuses ranks that share a device
+    [alone] = run("calibrate", here, 1)
+    if (bad := _problem([alone])) is not None:
+        yield Row("step time", "FAILED", bad)
+        return
+    ranks = run("speed", here, world, str(alone.report["samples"]))
+    if (bad := _problem(ranks)) is not None:
+        yield Row("step time", "FAILED", bad)
+        return
+    for report in ranks[0].reports:
+        found.setdefault(report["name"], []).append(report["step"])
     base = min(found.pop("ddp"))
     for name, seconds in found.items():
         ratio = min(seconds) / base
@@ -174,17 +192,18 @@ def _waits_and_memory(here: Devices) -> Iterator[Row]:
         yield Row("host synchronisations", "not here", "there is no GPU to wait for")
         yield Row("memory on the device", "not here", "there is no GPU")
         return
-    for entry in ENTRIES:
-        ranks = run("device", here, 2, entry.name)
-        if (bad := _problem(ranks)) is not None:
-            yield Row(entry.name, "FAILED", bad)
-            continue
-        report = ranks[0].report or {}
-        found = (
-            f"{report['waits']:g} waits in a step without an exchange; {report['held']:.1f} bytes per parameter stay, "
-            f"{report['most']:.1f} at most, with gradients and SGD's momentum"
-        )
-        yield Row(entry.name, "ok" if report["waits"] == 0 else "warning", found)
+    names = [entry.name for entry in ENTRIES]
+    while names:  # all in one pair of processes, unless one of them ends it
+        ranks = run("device", here, 2, *names)
+        for report in ranks[0].reports:
+            found = (
+                f"{report['waits']:g} waits in a step without an exchange; {report['held']:.1f} bytes per parameter "
+                f"stay beyond parameters, gradients and momentum, {report['most']:.1f} at most"
+            )
+            yield Row(report["name"], "ok" if report["waits"] == 0 else "warning", found)
+        names = names[len(ranks[0].reports) :]
+        if names and (bad := _problem(ranks)) is not None:
+            yield Row(names.pop(0), "FAILED", bad)
 
 
 def _stopwatch(here: Devices) -> Iterator[Row]:
@@ -193,7 +212,7 @@ def _stopwatch(here: Devices) -> Iterator[Row]:
     if (bad := _problem(ranks)) is not None:
         yield Row("stopwatch", "FAILED", bad)
         return
-    work = [(rank.report or {})["work"] for rank in ranks]
+    work = [rank.report["work"] for rank in ranks]
     slept = work[1] - work[0]
     verdict = "ok" if abs(slept - SLEEP) < 0.2 * SLEEP else "FAILED"
     found = f"rank 1 slept {SLEEP * 1e3:.0f} ms in each step; its work is measured as {slept * 1e3:.1f} ms longer"
@@ -257,11 +276,10 @@ def run(part: str, here: Devices, world: int, *args: str) -> list[RankOutcome]:
     outcomes = []
     for rank, child in enumerate(children):
         output = child.communicate()[0]
-        reports = [line for line in output.splitlines() if line.startswith(MARK)]
-        report = json.loads(reports[-1][len(MARK) :]) if reports else None
-        struck = report.get("struck") if report and "struck" in report else struck
+        reports = [json.loads(line[len(MARK) :]) for line in output.splitlines() if line.startswith(MARK)]
+        struck = next((report["struck"] for report in reports if "struck" in report), struck)
         status = child.returncode if rank in ends else None
-        outcomes.append(RankOutcome(report, status, _last_error(output), ends.get(rank, time.monotonic())))
+        outcomes.append(RankOutcome(reports, status, output, ends.get(rank, time.monotonic())))
     since = struck if struck is not None else began
     return [outcome._replace(seconds=outcome.seconds - since) for outcome in outcomes]
 
@@ -271,17 +289,11 @@ def _visible(number: int) -> str:
     return given[number] if given else str(number)
 
 
-def _last_error(output: str) -> str:
-    """The message of the error that has ended a rank: the latest line that begins with the name of one."""
-    found = re.findall(r"^(?:\[rank\d+\]: *)?[\w.]*(?:Error|Exception|Interrupt): (.+)$", output, re.MULTILINE)
-    lines = output.strip().splitlines()
-    return str(found[-1]) if found else (lines[-1] if lines else "it said nothing")
-
-
 def _problem(ranks: Sequence[RankOutcome]) -> str | None:
     for number, rank in enumerate(ranks):
-        if rank.report is None or rank.status != 0:
+        if not rank.reports or rank.status != 0:
             how = f"ran for more than {LIMIT:.0f} s" if rank.status is None else f"ended with status {rank.status}"
+            print(rank.output[-4000:], file=sys.stderr, flush=True)
             return f"rank {number} {how}: {rank.error[:300]}"
     return None
 
@@ -289,10 +301,16 @@ def _problem(ranks: Sequence[RankOutcome]) -> str | None:
 class _Module(pl.LightningModule):
     """A small model; what a part of a check does in its steps is given."""
 
-    def __init__(self, during: Callable[[int], None] = lambda step: None, width: int = WIDTH, depth: int = 2) -> None:
+    def __init__(
+        self,
+        during: Callable[[int], None] = lambda step: None,
+        width: int = WIDTH,
+        depth: int = 2,
+        nesterov: bool = False,
+    ) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.width = width
+        self.width, self.nesterov = width, nesterov
         self.net = nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(depth)))
         self.during, self.clock = during, list[float]()
         self.samples: torch.Tensor | None = None  # instead of the loader's
@@ -303,7 +321,7 @@ class _Module(pl.LightningModule):
         return self.net(batch[0] if self.samples is None else self.samples).square().mean()
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
+        return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9, nesterov=self.nesterov)
 
 
 def _fit(module: _Module, kind: str, strategy: Any, steps: int = STEPS, data: Any = None, **settings: Any) -> Any:
@@ -345,56 +363,78 @@ def _exact(kind: str) -> None:
     _report(weights=weights[:: max(len(weights) // 500, 1)], route=trainer.strategy.collaborators.announced_route)
 
 
-def _timed(kind: str, name: str) -> None:
-    device = torch.device(kind)
+def _timed_module(kind: str) -> _Module:
     width, depth = (4096, 24) if kind == "cuda" else (512, 8)
-    batch = torch.randn(BATCH * (64 if kind == "cuda" else 8), width, device=device)
-    module = _Module(width=width, depth=depth)
-    model = module.net.to(device)
-    while True:  # until a step takes long enough
-        began = time.perf_counter()
-        for _ in range(3):
+    return _Module(width=width, depth=depth)
+
+
+def _calibrates(kind: str) -> None:
+    """Finds a batch for which a step takes long enough."""
+    module, samples = _timed_module(kind), BATCH * (64 if kind == "cuda" else 8)
+    model, laps = module.net.to(kind), list[float]()
+    while samples <= 1 << 16:
+        batch = torch.randn(samples, module.width, device=kind)
+        for _ in range(4):
+            began = time.perf_counter()
             model(batch).square().mean().backward()
-        if kind == "cuda":
-            torch.cuda.synchronize()
-        if (time.perf_counter() - began) / 3 >= STEP or len(batch) > 1 << 16:
+            if kind == "cuda":
+                torch.cuda.synchronize()
+            laps.append(time.perf_counter() - began)
+        if median(laps[-3:]) >= STEP:
             break
-        batch = torch.cat([batch, batch])
-    model.zero_grad()
-    module.samples = batch
-    strategy = "ddp" if name == "ddp" else _strategy("hetero_ddp", on_nan=name, balance="off")
-    _fit(module, kind, strategy)
-    laps = [after - before for before, after in pairwise(module.clock)]
-    _report(step=median(laps[STEPS // 3 :]))
+        samples *= 2
+    _report(samples=samples)
 
 
-def _on_device(kind: str, name: str) -> None:
-    waits, held, peak = list[int](), list[int](), list[int]()
-    rank = int(os.environ["RANK"])
+def _timed(kind: str, samples: str) -> None:
+    for name in ("ddp", "error", "ignore") * 2:  # alternating
+        module = _timed_module(kind)
+        module.samples = torch.randn(int(samples), module.width, device=kind)
+        strategy = "ddp" if name == "ddp" else _strategy("hetero_ddp", on_nan=name, balance="off")
+        _fit(module, kind, strategy)
+        laps = [after - before for before, after in pairwise(module.clock)]
+        _report(name=name, step=median(laps[STEPS // 3 :]))
 
-    class Count(pl.Callback):
-        def on_train_start(self, *_: Any) -> None:
-            torch.cuda.set_sync_debug_mode("warn")
 
-        def on_train_batch_start(self, *_: Any) -> None:
-            waits.append(len(caught))
-            held.append(torch.cuda.memory_allocated())
-            torch.cuda.reset_peak_memory_stats()
+class _CountOnDevice(pl.Callback):
+    """Counts waits of the host, and bytes on the device, before each step; and the most bytes within it."""
 
-        def on_train_batch_end(self, *_: Any) -> None:
-            peak.append(torch.cuda.max_memory_allocated())
+    def __init__(self, caught: Sequence[Any]) -> None:
+        self.caught = caught
+        self.waits, self.held, self.peak = list[int](), list[int](), list[int]()
 
-        def on_train_end(self, *_: Any) -> None:
-            torch.cuda.set_sync_debug_mode("default")
+    def on_train_start(self, *_: Any) -> None:
+        torch.cuda.set_sync_debug_mode("warn")
 
-    module = _Module(width=1024, depth=8)
-    options = {} if name in ("hetero_ddp", "hetero_auto") else {"ranks_per_node": 1}
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        _fit(module, kind, _strategy(name, balance="off", **options), callbacks=[Count()])
-    count = sum(p.numel() for p in module.parameters())
-    steps = [after - before for before, after in pairwise(waits[4:])]
-    _report(rank=rank, waits=min(steps), held=held[-1] / count, most=max(peak[2:]) / count)
+    def on_train_batch_start(self, *_: Any) -> None:
+        self.waits.append(len(self.caught))
+        self.held.append(torch.cuda.memory_allocated())
+        torch.cuda.reset_peak_memory_stats()
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.peak.append(torch.cuda.max_memory_allocated())
+
+    def on_train_end(self, *_: Any) -> None:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def _on_device(kind: str, *names: str) -> None:
+    for name in names:
+        module = _Module(width=1024, depth=8, nesterov=name == "hetero_eamsgd")
+        options = {} if name in ("hetero_ddp", "hetero_auto") else {"ranks_per_node": 1}
+        _Module(width=1024, depth=1).to(kind)(torch.randn(BATCH, 1024, device=kind)).sum().backward()
+        gc.collect()
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_allocated()  # cuBLAS' workspaces, and what is left of the fits before
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            count = _CountOnDevice(caught)
+            _fit(module, kind, _strategy(name, balance="off", **options), callbacks=[count])
+        each = sum(p.numel() for p in module.parameters())
+        waits = min(after - before for before, after in pairwise(count.waits[4:]))
+        own = 3 * 4  # bytes of a parameter, its gradient and its momentum
+        held, most = (count.held[-1] - before) / each - own, (max(count.peak[2:]) - before) / each - own
+        _report(name=name, waits=waits, held=held, most=most)
 
 
 def _sleeps(kind: str) -> None:
@@ -427,6 +467,7 @@ def _fails(kind: str, how: str) -> None:
 
 _PARTS: dict[str, Callable[..., None]] = {
     "exact": _exact,
+    "calibrate": _calibrates,
     "speed": _timed,
     "device": _on_device,
     "sleep": _sleeps,

@@ -163,7 +163,8 @@ class NonFiniteGuard:
             if loss.device.type != "cpu":  # where nothing may wait for it
                 bad = ~loss.detach().isfinite().all()
                 self._loss = bad | self._loss
-                return loss * torch.where(bad, math.nan, weight)
+                exact = torch.promote_types(loss.dtype, torch.float32)
+                return loss * torch.full((), weight, dtype=exact, device=loss.device).masked_fill(bad, math.nan)
             if not (math.isfinite(loss.item()) if loss.numel() == 1 else bool(loss.detach().isfinite().all())):
                 self._loss, weight = True, math.nan
         return loss if weight == 1 else loss * weight

@@ -221,16 +221,18 @@ def bound(
     low = [0] * len(costs) if low is None else low
     high = [total] * len(costs) if high is None else high
 
-    def done_by(deadline: float) -> float:
-        return sum(min(h, max(lo, c.samples(deadline))) for c, lo, h in zip(costs, low, high, strict=True))
-
     early, late = min(c.fixed for c in costs), max(c.seconds(h) for c, h in zip(costs, high, strict=True))
     for _ in range(100):  # bisection down to the last bit of a float
         middle = 0.5 * (early + late)
         if not early < middle < late:
             break
-        early, late = (middle, late) if done_by(middle) < total else (early, middle)
+        early, late = (middle, late) if _done_by(middle, costs, low, high) < total else (early, middle)
     return late
+
+
+def _done_by(deadline: float, costs: Sequence[Cost | Curve], low: Sequence[int], high: Sequence[int]) -> float:
+    """Samples, with fractions, that all ranks within their limits have done by a deadline in seconds."""
+    return sum(min(h, max(lo, c.samples(deadline))) for c, lo, h in zip(costs, low, high, strict=True))
 
 
 def makespan(shares: Sequence[int], costs: Sequence[Cost | Curve]) -> float:
@@ -297,6 +299,9 @@ def too_slow(
     high = [total] * world if high is None else [min(h, total) for h in high]
     low = [min(max(lo, 1), h) for lo, h in zip([1] * world if low is None else low, high, strict=True)]
     if total < 1 or not sum(low) <= total <= sum(high):
+        return None
+    longest = max(cost.seconds(lo) for cost, lo in zip(costs, low, strict=True))
+    if _done_by(longest, costs, low, high) < total:  # the batch takes longer than anybody's least share
         return None
 
     def seconds(ranks: Sequence[int], costs: Sequence[Cost | Curve]) -> float:

@@ -14,6 +14,8 @@ from tasks import FAST
 from test_mixed import ROWS, name
 from torch.utils.data import DataLoader
 
+from lightning_hetero import HeteroDDPStrategy
+
 pytestmark = pytest.mark.skipif(not torch.cuda.device_count(), reason="needs a CUDA device")
 
 
@@ -42,16 +44,25 @@ def test_ranks_that_share_a_device(row: Row) -> None:
     agree(row)
 
 
-def alone(strategy: str) -> torch.Tensor:
+class FusedNet(MixedNet):
+    """With the form of an optimizer that ``on_nan="error"`` takes on a device."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=0.01, fused=True)
+
+
+def alone(strategy: str, on_nan: str = "error") -> torch.Tensor:
     warnings.filterwarnings("ignore", "The AccumulateGrad node's stream does not match")  # of Lightning's own ddp
-    module = MixedNet("")
+    module = (FusedNet if on_nan == "error" else MixedNet)("")
     options: Any = {**FAST, "accelerator": "cuda", "devices": 1, "max_epochs": EPOCHS}
     torch.manual_seed(0)
     training, evaluation = loaders()
     whole = DataLoader(training.dataset, batch_size=BATCH, shuffle=True)
-    pl.Trainer(strategy=strategy, **options).fit(module, whole, evaluation)
+    own = strategy if strategy == "ddp" else HeteroDDPStrategy(on_nan=on_nan)
+    pl.Trainer(strategy=own, **options).fit(module, whole, evaluation)
     return values(module)
 
 
-def test_one_rank_is_lightnings_ddp_to_the_last_bit() -> None:
-    assert torch.equal(run(alone, 1, "ddp")[0], run(alone, 1, "hetero_ddp")[0])
+@pytest.mark.parametrize("on_nan", ["error", "ignore"])
+def test_one_rank_is_lightnings_ddp_to_the_last_bit(on_nan: str) -> None:
+    assert torch.equal(run(alone, 1, "ddp", on_nan)[0], run(alone, 1, "hetero_ddp", on_nan)[0])

@@ -47,7 +47,7 @@ def test_a_wrong_average_fails(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def spoilt(part: str, here: Devices, world: int, *args: str) -> Any:
         outcomes = usual(part, here, world, *args)
-        outcomes[-1].report["weights"][0] += 1e-3  # type: ignore[index]
+        outcomes[-1].report["weights"][0] += 1e-3
         return outcomes
 
     monkeypatch.setattr(selftest, "run", spoilt)
@@ -55,14 +55,14 @@ def test_a_wrong_average_fails(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_stopwatch_that_counts_others_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    outcomes = [selftest.RankOutcome({"work": 0.06}, 0, "", 1.0)] * 2
+    outcomes = [selftest.RankOutcome([{"work": 0.06}], 0, "", 1.0)] * 2
     monkeypatch.setattr(selftest, "run", lambda *_: outcomes)
     [row] = selftest._stopwatch(CPUS)
     assert row.verdict == "FAILED"
 
 
 def test_a_rank_that_breaks_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(selftest, "run", lambda *_: [selftest.RankOutcome(None, 1, "out of memory", 2.0)])
+    monkeypatch.setattr(selftest, "run", lambda *_: [selftest.RankOutcome([], 1, "out of memory", 2.0)])
     [row] = selftest._stopwatch(CPUS)
     assert row == Row("stopwatch", "FAILED", "rank 0 ended with status 1: out of memory")
 
@@ -77,7 +77,7 @@ def test_a_rank_that_breaks_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_the_error_of_a_rank_is_its_last_one(output: str, error: str) -> None:
-    assert selftest._last_error(output) == error
+    assert selftest.RankOutcome([], 1, output, 2.0).error == error
 
 
 def gpus(monkeypatch: pytest.MonkeyPatch, names: list[str], used: list[float], cards: list[str]) -> list[Row]:
