@@ -13,13 +13,14 @@ from typing_extensions import override
 
 from lightning_hetero.callbacks.monitor_data import (
     ExchangeRecord,
+    FitRecord,
     MembershipHistory,
     RankRecord,
     Record,
     StepHistory,
     thin,
 )
-from lightning_hetero.callbacks.report import Summary, fit_record, notebook_html, report_folder, write
+from lightning_hetero.callbacks.report import Summary, facts, notebook_html, report_folder, write
 from lightning_hetero.comm.agreement import gather
 from lightning_hetero.comm.all_reduce import Traffic
 from lightning_hetero.errors import ConfigurationError, MembershipLostError, UnsupportedError
@@ -200,12 +201,41 @@ class HeteroMonitor(Callback):
         ended: str | None = None,
     ) -> None:
         try:
-            record = fit_record(strategy, type(module).__name__, views, ended, watch.attendance)
-            self.summary = write(watch.folder, record)
+            self.summary = write(watch.folder, self._record(strategy, module, watch, views, ended))
         except Exception as error:  # whatever it is, the training is worth more than its report
             rank_zero_warn(f"HeteroMonitor could not write its report to {watch.folder}: {error!r}")
         else:
             rank_zero_info(f"HeteroMonitor: who was slowest and why, who waited, what it cost: {self.summary.path}")
+
+    def _record(
+        self,
+        strategy: HeteroStrategy,
+        module: "pl.LightningModule",
+        watch: _Watch,
+        views: list[RankRecord],
+        ended: str | None,
+    ) -> FitRecord:
+        """All that is known of a fit."""
+        options, attendance = strategy.options, watch.attendance
+        averager, pairings = None, None  # there are none where gradients are averaged
+        if isinstance(strategy, ReplicaStrategy):
+            averager, pairings = strategy.averager, strategy.pairings
+        chosen = {"balance": options.balance, "global_batch_size": options.global_batch_size}
+        chosen |= {"rebalance_every_n_steps": options.rebalance_every_n_steps, **strategy.algorithm_options()}
+        slow, ids = strategy.accounting.planner.too_slow, strategy.job.view.ids if strategy.joined else ()
+        changes = attendance.changes(strategy.recovery.losses, views)
+        return FitRecord(
+            views,
+            attendance.replicas,
+            attendance.places,
+            averager is None or averager.traits.lockstep,
+            options.balance == "auto",
+            facts(type(module).__name__, type(strategy).__name__, chosen, attendance, changes),
+            pairings,
+            ended,
+            changes,
+            slow and slow._replace(ranks=tuple(ids[rank] for rank in slow.ranks)),
+        )
 
     def _see_losses(self, trainer: "pl.Trainer", strategy: HeteroStrategy) -> None:
         for loss in strategy.recovery.losses[len(self.losses) :]:

@@ -18,11 +18,15 @@ from typing import Any, NamedTuple
 import torch
 from lightning.fabric.utilities.cloud_io import get_filesystem
 
-from lightning_hetero.callbacks.monitor_data import FitRecord, MembershipHistory, RankRecord, Record, merge_spans
+from lightning_hetero.callbacks.monitor_data import (
+    FitRecord,
+    MembershipHistory,
+    Record,
+    ReportedChange,
+    merge_spans,
+)
 from lightning_hetero.callbacks.verdict import Verdict, settled, totals, verdict_of
 from lightning_hetero.comm.topology import group_of
-from lightning_hetero.strategies.base import HeteroStrategy
-from lightning_hetero.strategies.replica import ReplicaStrategy
 
 #: What pictures may be called.
 PICTURES = ("timeline", "parts", "shares")
@@ -54,48 +58,34 @@ class Summary(NamedTuple):
     picture: bytes | None
 
 
-def fit_record(
-    strategy: HeteroStrategy, module: str, views: list[RankRecord], ended: str | None, attendance: MembershipHistory
-) -> FitRecord:
-    """All that is known of a fit.
+def facts(
+    module: str,
+    strategy: str,
+    options: Mapping[str, Any],
+    attendance: MembershipHistory,
+    changes: Sequence[ReportedChange],
+) -> dict[str, str]:
+    """Head of the page: the model, the strategy and its options, the ranks, versions.
 
     Args:
-        strategy: with which it ran.
         module: the name of the LightningModule.
-        views: of the ranks.
-        ended: the error that ended it early, if one did.
+        strategy: the name of its class.
+        options: of the strategy; those that are ``None`` are left out.
         attendance: who took part.
+        changes: of the view.
     """
-    options, ranks = strategy.options, attendance.ranks
-    averager = strategy.averager if isinstance(strategy, ReplicaStrategy) else None
-    chosen = {"balance": options.balance, "global_batch_size": options.global_batch_size}
-    chosen |= {"rebalance_every_n_steps": options.rebalance_every_n_steps, **strategy.algorithm_options()}
-    hosts = {attendance.places[rank][0] for rank in ranks}
-    slow, ids = strategy.accounting.planner.too_slow, strategy.job.view.ids if strategy.joined else ()
-    changes = attendance.changes(strategy.recovery.losses, views)
+    hosts = {attendance.places[rank][0] for rank in attendance.ranks}
     left = f"; {_count(changes[-1].ranks, 'rank')} at the end" if changes else ""
-    there = f"{len(ranks)}, in {_count(len(attendance.replicas), 'replica')}, on {_count(len(hosts), 'host')}{left}"
-    facts = {
+    ranks = f"{len(attendance.ranks)}, in {_count(len(attendance.replicas), 'replica')}"
+    return {
         "model": module,
-        "strategy": type(strategy).__name__,
-        "options": ", ".join(f"{name}={value!r}" for name, value in chosen.items() if value is not None),
-        "ranks": there,
+        "strategy": strategy,
+        "options": ", ".join(f"{name}={value!r}" for name, value in options.items() if value is not None),
+        "ranks": f"{ranks}, on {_count(len(hosts), 'host')}{left}",
         "written": datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z"),
         "versions": f"lightning-hetero {version('lightning-hetero')}, PyTorch {torch.__version__}, "
         f"Lightning {version('lightning')}, Python {platform.python_version()}",
     }
-    return FitRecord(
-        views,
-        attendance.replicas,
-        attendance.places,
-        averager is None or averager.traits.lockstep,
-        options.balance == "auto",
-        facts,
-        strategy.pairings if isinstance(strategy, ReplicaStrategy) else None,
-        ended,
-        changes,
-        slow and slow._replace(ranks=tuple(ids[rank] for rank in slow.ranks)),
-    )
 
 
 def report_folder(report: str | Path, folder: str) -> str:
