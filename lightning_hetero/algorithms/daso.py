@@ -176,10 +176,10 @@ class DASOAverager(LowBitAverager):
             self.schedule.observe_loss(loss)
 
     def _begin(self, context: StepContext) -> None:
-        self._snapshot = self.replica.pack(self._snapshot)
+        self._snapshot, copied = self.replica.snapshot(self._snapshot)
         self._mean = self._mean or [memory_like(old) for old in self.reference]
         weights = context.samples_per_replica
-        own = Contribution(self._snapshot, weights, self.reference, self.wire, self._lasted, self.feedback)
+        own = Contribution(self._snapshot, weights, self.reference, self.wire, self._lasted, self.feedback, copied)
         exchange = self.links.begin(own, self._mean, self.turn % self.links.members, AVERAGE_PART[self.mixing])
         pending = PendingExchange(context.step, self.schedule.wait, exchange, on_arrival=self._measured)
         self.last_launch, self.turn, self.pending = context.step, self.turn + 1, [pending]

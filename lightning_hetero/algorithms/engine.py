@@ -458,6 +458,11 @@ class Engine:
             self._due = self.averager.due(self.context(epoch_ends)._replace(step=self.windows + 1))
         return batch % self._report_every == 0 if self.view.count == 1 else self._due
 
+    def before_overwrite(self) -> None:
+        """The device is about to be told to change the model's values, of which a copy may be under way."""
+        if self.averager is not None:
+            self.averager.replica.before_overwrite()
+
     def take_loss(self, loss: Tensor) -> None:
         """Take in the loss of a batch, the mean over its samples."""
         if self.averager is not None:
@@ -521,6 +526,7 @@ class Engine:
         Args:
             sanity_check: whether this is the sanity check, before training.
         """
+        self.before_overwrite()
         return self.consensus(sanity_check) if self.averages and self._own is None else None
 
     def hold(self, values: list[Tensor] | None) -> None:

@@ -272,12 +272,13 @@ class StreamingAverager(LowBitAverager, CenteredAverager):
 
     def _begin(self, p: int, context: StepContext) -> None:
         part = self._parts[p]
-        part.snapshot = part.replica.pack(part.snapshot)
-        weights, feedback = context.samples_per_replica, part.feedback
-        own = Contribution(part.snapshot, weights, part.center, self.wire, feedback=feedback, payload=part.lasted)
+        part.snapshot, copied = part.replica.snapshot(part.snapshot)
+        weights = context.samples_per_replica
+        own = Contribution(part.snapshot, weights, part.center, self.wire, part.lasted, part.feedback, copied)
         if self.delay:
             average: Exchange | Average = self.links.begin(own, part.mean, want="difference")
         else:
+            copied()
             began = time.perf_counter()
             average = self.links.exchange(own, part.mean, want="difference")
             self._measured(part, time.perf_counter() - began)

@@ -48,6 +48,8 @@ class Contribution:
         payload: a number for the other replicas. The one of the rank that exchanges counts.
         feedback: what earlier messages have left out, and which values travel on a low-bit wire; such wires need it.
             It is updated on all ranks.
+        copied: waits until the values are there; called before they are read, where they are averaged in the
+            background.
     """
 
     values: Sequence[Tensor]
@@ -56,6 +58,7 @@ class Contribution:
     wire: str = "fp32"
     payload: float = math.nan
     feedback: Feedback | None = None
+    copied: Callable[[], object] = bool
 
 
 class Average(NamedTuple):
@@ -421,13 +424,14 @@ class ReplicaLinks:
             member: which rank of each replica exchanges, modulo the size of the replica.
             want: which vectors to compute. ``"away"`` overwrites this replica's values with them.
         """
-        route, own, before = self._background.route(member), _on_cpu(own), self._latest
+        route, before = self._background.route(member), self._latest
 
         def work() -> Average:
             if before is not None:
                 before.wait()
+            own.copied()
             with deadline("average with the other replicas in the background"):
-                return self._background.average(own, out, want, route)
+                return self._background.average(_on_cpu(own), out, want, route)
 
         self._latest = Exchange(self, work, own)
         return self._latest

@@ -1,7 +1,7 @@
 """Staging buffers: what goes between a device and the network is copied through pinned memory of the host."""
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
 from typing import Any
@@ -44,6 +44,7 @@ class HostStage:
         self.has_streams = device.type != "cpu" and all(hasattr(self._module, name) for name in needed)
         self._stream: Any = self._module.Stream(device) if self.has_streams else None
         self._buffers: dict[torch.dtype, Tensor] = {}
+        self._copied: Any = None  # an event that passes once the latest copies of `copy_beside` are there
 
     def ready(self) -> Any:
         """An event that passes when all that the device has been given by now is done; ``None`` without streams."""
@@ -66,6 +67,30 @@ class HostStage:
         with self._module.stream(self._stream):
             self._stream.wait_event(event)
             yield
+
+    @torch.no_grad()
+    def copy_beside(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> Callable[[], object]:
+        """Begin to copy tensors of the device into pinned memory, beside what the device computes next.
+
+        Call :meth:`before_overwrite` before the device is told to change them.
+
+        Args:
+            pairs: a tensor, and the vector to which its values go.
+
+        Returns:
+            A function that waits until all values are there, on any thread.
+        """
+        with self.after(self.ready()):
+            for tensor, place in pairs:
+                place.copy_(tensor.detach().reshape(-1), non_blocking=self.has_streams)
+            self._copied = self.ready()
+        return bool if self._copied is None else self._copied.synchronize
+
+    def before_overwrite(self) -> None:
+        """Let what the device is told to do from now on begin after the copies of :meth:`copy_beside`."""
+        copied, self._copied = self._copied, None
+        if copied is not None:
+            self._module.current_stream(self._device).wait_event(copied)
 
     @torch.no_grad()
     def through(self, tensor: Tensor, use: Callable[[Tensor], object]) -> None:

@@ -70,6 +70,7 @@ class Replica:
         self._fragments = [fragment for fragment, _ in vectors]
         self._groups = [*map(groups[False].__getitem__, vectors), *groups[True].values()]
         self._buffers = {id(buffer) for buffer in taken}
+        self._device = next((value.device for group in self._groups for value in group), torch.device("cpu"))
 
     @property
     def fragments(self) -> list[slice]:
@@ -182,11 +183,45 @@ class Replica:
             return [(flat or flatten)(group) for group in self._groups]
         return [flatten(group, old) for group, old in zip(self._groups, out, strict=False)]
 
+    @torch.no_grad()
+    def snapshot(self, out: Sequence[Tensor] | None = None) -> tuple[list[Tensor], Callable[[], object]]:
+        """Begin a copy as :meth:`pack` makes it, for which the host does not wait.
+
+        Parameters are copied beside the next forward and backward pass; the device changes them only afterwards, if
+        :meth:`before_overwrite` is called before. Buffers, which a forward pass changes, are copied first.
+
+        Args:
+            out: as for :meth:`pack`.
+
+        Returns:
+            The vectors, and a function that waits until they hold the values, on any thread.
+        """
+        if self._device.type == "cpu":
+            return self.pack(out), bool
+        if self._settle is not None:
+            self._settle()
+        stage, beside = stage_of(self._device), list[tuple[Tensor, Tensor]]()
+        sizes = [[value.numel() for value in group] for group in self._groups]
+        out = out or [pinned(sum(own), group[0].dtype) for own, group in zip(sizes, self._groups, strict=True)]
+        for group, flat, own in zip(self._groups, out, sizes, strict=False):
+            for value, place in zip(group, flat.split(own), strict=True):
+                if id(value) in self._buffers:
+                    place.copy_(value.reshape(-1), non_blocking=stage.has_streams)
+                else:
+                    beside.append((value, place))
+        return list(out), stage.copy_beside(beside)
+
+    def before_overwrite(self) -> None:
+        """Let the device change values only after the copies of :meth:`snapshot`, without waiting for them here."""
+        if self._device.type != "cpu":
+            stage_of(self._device).before_overwrite()
+
     def _pieces(self, flats: Sequence[Tensor]) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
         """Tensors of the model, and the parts of vectors that belong to them, on the model's device.
 
         On an accelerator it is a part of the model at a time, which takes less of its memory.
         """
+        self.before_overwrite()
         limit = max(sum(value.nbytes for group in self._groups for value in group) // PIECES, SMALLEST)
         for group, flat in zip(self._groups, flats, strict=False):
             if group[0].device.type == "cpu" or flat.device == group[0].device:

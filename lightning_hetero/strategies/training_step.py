@@ -186,6 +186,7 @@ class TrainingStep:
         if self._loss is not None:  # once, also where the step is repeated
             self._engine.take_loss(self._loss)
         self._weight = self._loss = None
+        self._engine.before_overwrite()  # before hooks, which may do so
         self._finite.check(optimizers, model)
 
     @property
@@ -212,6 +213,7 @@ class TrainingStep:
         def gradients() -> Any:
             nonlocal left_out
             output = closure()
+            self._engine.before_overwrite()  # also without a backward pass
             # Padding only: momentum and weight decay would move the replica all the same.
             left_out = self._finite.skips_step(module, scaled, optimizer) or self._samples == 0
             if left_out:

@@ -11,6 +11,7 @@ from ranks import run
 from lightning_hetero.batching.timer import StepTimer
 from lightning_hetero.comm import staging
 from lightning_hetero.comm.staging import HostStage
+from lightning_hetero.replicas.vectors import Replica
 
 MS = 1e-3
 
@@ -116,3 +117,80 @@ def test_the_control_copies_to_memory_that_is_not_pinned_hold_the_host_up(on_dev
     found = on_device(staged, "pageable")
     assert (found["wrong"], found["result"]) == (0, 0)
     assert found["host"] == pytest.approx((PIECES + PIECES * 3 + PIECES) * MS)
+
+
+def copied_beside(mutant: str) -> dict[str, Any]:
+    """Values are copied in 4 ms beside a forward pass of 3 ms; then an optimizer changes them, in 1 ms."""
+    model = torch.nn.BatchNorm1d(4 * ELEMENTS).to("fake")
+    replica = Replica(model)
+    memory = replica.pack()
+    for vector in memory:
+        vector.zero_()
+    size = 4 * sum(len(vector) for vector in memory)
+    torch.fake.cost("copy", 4 * MS / size)
+    torch.fake.cost("aten::mul", 3 * MS)
+    torch.fake.cost("aten::neg", 1 * MS)
+    torch.fake.synchronize()
+    if mutant == "no event":
+        Replica.before_overwrite = lambda self: None
+    if mutant == "pack":
+        Replica.snapshot = lambda self, out: (self.pack(out), bool)
+    began = torch.fake.now()
+    vectors, copied = replica.snapshot(memory)
+    host, early = torch.fake.now() - began, [vector.clone() for vector in vectors]
+    model.weight.detach().mul(1.0)
+    replica.before_overwrite()
+    model.weight.data = model.weight.detach().neg()
+    copied()
+    there = torch.fake.now() - began
+    torch.fake.synchronize()
+    values = torch.cat([vector.float() for vector in vectors])
+    return {
+        "host": host,
+        "there": there,
+        "device": torch.fake.now() - began,
+        "ones": float(values.sum()) / (4 * ELEMENTS),
+        "early": float(sum(vector.sum() for vector in early)) / (4 * ELEMENTS),
+    }
+
+
+def test_a_snapshot_is_copied_beside_a_forward_pass(on_device):
+    found = on_device(copied_beside, "")
+    assert found["host"] == 0
+    # Buffers (half of the values: means of 0 and variances of 1) are copied first, on the stream that computes.
+    assert found["there"] == pytest.approx(4 * MS)
+    assert found["device"] == pytest.approx((2 + 3 + 1) * MS)
+    assert found["ones"] == 2  # weights and variances, as they were
+    assert found["early"] == 0  # the host must not read them before they are there
+
+
+def test_the_control_without_the_event_the_optimizer_is_too_early(on_device):
+    """It would change values that are still being copied."""
+    slow = on_device(copied_late, "")
+    assert slow == pytest.approx((4 + 1) * MS)
+    assert on_device(copied_late, "no event") == pytest.approx(4 * MS)
+
+
+def test_the_control_a_copy_that_is_awaited_holds_host_and_device_up(on_device):
+    found = on_device(copied_beside, "pack")
+    assert found["host"] == pytest.approx(4 * MS)
+    assert found["device"] == pytest.approx((4 + 3 + 1) * MS)
+
+
+def copied_late(mutant: str) -> float:
+    """When the device is done, if the forward pass is shorter than the copy: 1 ms."""
+    replica = Replica(model := torch.nn.Linear(ELEMENTS, 1, bias=False).to("fake"))
+    memory = replica.pack()
+    torch.fake.cost("copy", 4 * MS / (4 * ELEMENTS))
+    torch.fake.cost("aten::mul", 1 * MS)
+    torch.fake.cost("aten::neg", 1 * MS)
+    if mutant == "no event":
+        Replica.before_overwrite = lambda self: None
+    torch.fake.synchronize()
+    began = torch.fake.now()
+    replica.snapshot(memory)
+    model.weight.detach().mul(1.0)
+    replica.before_overwrite()
+    model.weight.detach().neg()
+    torch.fake.synchronize()
+    return torch.fake.now() - began
