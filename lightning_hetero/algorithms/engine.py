@@ -294,7 +294,7 @@ class Engine:
             self.averager = self._own = None
 
     def continue_from(self, former: "Engine") -> None:
-        """Go on where another one of this kind has stopped, which was made from an earlier view."""
+        """Continue the counts of an engine made from an earlier view; :meth:`take_over` brings the averager."""
         self.windows, self.exchanged, self.exchanges_done = former.windows, former.exchanged, former.exchanges_done
         self._stepped = former._stepped
         self.losses = former.losses

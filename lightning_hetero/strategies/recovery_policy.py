@@ -291,7 +291,7 @@ class RecoveryPolicy:
         """Training starts (collective)."""
 
     def end(self) -> None:
-        """Training has ended, on all ranks. Local, idempotent."""
+        """Training has ended, on all ranks: from now on a lost rank is an error (collective)."""
 
     def pause(self) -> None:
         """Leave the fit, to begin it again with other ranks (collective)."""
