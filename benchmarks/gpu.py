@@ -12,8 +12,10 @@ steps.
 
     python benchmarks/gpu.py [--repeats 3] [--ranks 2]
     python benchmarks/gpu.py --ranks 1 --repeats 3     # also Lightning's own strategies
+    python benchmarks/gpu.py --only hetero_ddp,hetero_daso     # some of them
 """
 
+import json
 import os
 import statistics
 import sys
@@ -153,7 +155,7 @@ def fit(strategy: Any, module: pl.LightningModule) -> dict[str, Any]:
     }
 
 
-def contenders(ranks: int) -> dict[str, Any]:
+def contenders(ranks: int, only: str) -> dict[str, Any]:
     """Functions that make strategies, by name; on one rank the guard and Lightning's strategies, too."""
     fixed = {"balance": [1.0] * ranks}
     if ranks == 1:
@@ -162,11 +164,13 @@ def contenders(ranks: int) -> dict[str, Any]:
             kinds[f"on_nan={what}"] = lambda what=what: lightning_hetero.HeteroDDPStrategy(on_nan=what, **fixed)
         return kinds
     return {
-        entry.name: lambda entry=entry: entry.strategy(**OPTIONS.get(entry.name, PULL), **fixed) for entry in ENTRIES
+        entry.name: lambda entry=entry: entry.strategy(**OPTIONS.get(entry.name, PULL), **fixed)
+        for entry in ENTRIES
+        if not only or entry.name in only.split(",")
     }
 
 
-def worker(repeats: int) -> dict[str, Any]:
+def worker(repeats: int, only: str) -> dict[str, Any]:
     ranks = int(os.environ["WORLD_SIZE"])
     os.environ.update(GROUP_RANK=os.environ["RANK"], LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
     torch.set_float32_matmul_precision("high")
@@ -178,7 +182,7 @@ def worker(repeats: int) -> dict[str, Any]:
     results: dict[str, list[Any]] = {}
     for _ in range(repeats):
         runs = {}
-        for name, make in {"before": base, **contenders(ranks), "after": base}.items():
+        for name, make in {"before": base, **contenders(ranks, only), "after": base}.items():
             module = {"hetero_eamsgd": Nesterov, "hetero_measgd_async": Momentum}.get(name, Transformer)
             runs[name] = fit(make(), module())
             if os.environ["RANK"] == "0":
@@ -190,8 +194,8 @@ def worker(repeats: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    options = jobs.options(__doc__, 3, ranks=2)
-    results = jobs.launch(options.ranks, options.repeats)
+    options = jobs.options(__doc__, 3, ranks=2, only="")
+    results = jobs.launch(options.ranks, options.repeats, json.dumps(options.only))
     where = torch.cuda.get_device_name() if GPU else "CPU"
     print(f"\n{options.repeats} runs of {STEPS} steps on {options.ranks} ranks of one {where}; {jobs.machine()}")
     print(f"{'':24} ms    step: ratio                waits   at exchanges  memory kept   peak (bytes/parameter)")

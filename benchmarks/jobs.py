@@ -36,11 +36,11 @@ def start(main: Callable[[], None], worker: Callable[..., Any]) -> None:
     torch.distributed.destroy_process_group()
 
 
-def options(doc: str, repeats: int, **numbers: int) -> argparse.Namespace:
-    """What a user has asked for: how many repeats, and other numbers, by their defaults."""
+def options(doc: str, repeats: int, **others: int | str) -> argparse.Namespace:
+    """What a user has asked for: how many repeats, and other options, by their defaults."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default in {"repeats": repeats, **numbers}.items():
-        parser.add_argument(f"--{name}", type=int, default=default)
+    for name, default in {"repeats": repeats, **others}.items():
+        parser.add_argument(f"--{name}", type=type(default), default=default)
     return parser.parse_args()
 
 
