@@ -72,7 +72,7 @@ class CollectiveRetry:
 
     @contextmanager
     def plain(self) -> Iterator[None]:
-        """In this block collectives are not repeated one by one: what is around them is."""
+        """In this block collectives that break are not repeated one by one: the whole block is, as a training step."""
         self._plain += 1
         try:
             yield
