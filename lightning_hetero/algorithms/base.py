@@ -324,6 +324,7 @@ class Averager(Stateful, ABC):
                 "arrive(self, pending, step), which applies an exchange when it has passed. Add one."
             )
         self.replica, self.links, self._optimizers, self.run = replica, links, optimizers, run or FitInfo()
+        # Memory for the next exchange, if there is some: for this replica's values, and for the mean.
         self._packed = replica.pack()
         self._spare: list[Tensor] = []
         start(self)

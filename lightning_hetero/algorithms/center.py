@@ -148,7 +148,7 @@ class SyncCenterAverager(LowBitAverager, CenteredAverager):
     @override
     def prepare(self) -> Outcome | None:
         self._exchange: Callable[[], Average] | None = None
-        self._snapshot = [memory_like(flat) for flat in self._packed[: self.replica.included]]
+        self._snapshot, self._packed = self._packed[: self.replica.included], []
         self._mean = [memory_like(old) for old in self.center]  # memory for the next exchange
         if self.overlap:
             self.links.prepare()

@@ -105,8 +105,7 @@ class DASOAverager(LowBitAverager):
         self.links.prepare()
         self._phases = 0.0, 0, 0  # optimizer steps of the run, of its warm-up, of its cool-down
         self._lasted = math.nan  # the latest exchange, in steps of this rank
-        self._snapshot: list[Tensor] | None = None  # memory for the next exchange
-        self._mean: list[Tensor] = []  # memory for the next exchange
+        self._sent: list[Tensor] = []  # by the exchange under way
         if self.links.count == 1:
             return Outcome(info="there is one node, so no global network: it trains as hetero_ddp would.")
         total, per_epoch = self.run.length()
@@ -176,11 +175,12 @@ class DASOAverager(LowBitAverager):
             self.schedule.observe_loss(loss)
 
     def _begin(self, context: StepContext) -> None:
-        self._snapshot, copied = self.replica.snapshot(self._snapshot)
-        self._mean = self._mean or [memory_like(old) for old in self.reference]
+        self._sent, copied = self.replica.snapshot(self._packed)
+        out = self._spare or [memory_like(old) for old in self.reference]
+        self._packed, self._spare = [], []  # their memory is in use until the mean is there
         weights = context.samples_per_replica
-        own = Contribution(self._snapshot, weights, self.reference, self.wire, self._lasted, self.feedback, copied)
-        exchange = self.links.begin(own, self._mean, self.turn % self.links.members, AVERAGE_PART[self.mixing])
+        own = Contribution(self._sent, weights, self.reference, self.wire, self._lasted, self.feedback, copied)
+        exchange = self.links.begin(own, out, self.turn % self.links.members, AVERAGE_PART[self.mixing])
         pending = PendingExchange(context.step, self.schedule.wait, exchange, on_arrival=self._measured)
         self.last_launch, self.turn, self.pending = context.step, self.turn + 1, [pending]
         if self.schedule.wait == 0:
@@ -197,7 +197,7 @@ class DASOAverager(LowBitAverager):
             mix(self.mixing, self.replica, average, step - pending.step, self.links.count)
         else:
             self.apply_mean(average)
-        self._mean = self.set_reference(average)
+        self._packed, self._spare = self._sent, self.set_reference(average)
 
     @override
     def status(self, step: int) -> dict[str, float | str]:

@@ -222,16 +222,16 @@ class StreamingAverager(LowBitAverager, CenteredAverager):
     def prepare(self) -> Outcome | None:
         self._quiet = 0  # step up to which no exchange begins, since a replica was lost
         self._parts = [self._part(vectors) for vectors in self.replica.fragments]
+        self._packed = []  # its memory is that of the fragments' snapshots
         if self.delay:
             self.links.prepare()
         return None
 
     def _part(self, vectors: slice) -> Fragment:
         center = self.center[vectors]
-        snapshot = [memory_like(flat) for flat in self._packed[vectors]]
         mean = [memory_like(old) for old in center]
         feedback = None if self.feedback is None else self.feedback.part(vectors)
-        return Fragment(self.replica.part(vectors), center, snapshot, mean, feedback)
+        return Fragment(self.replica.part(vectors), center, self._packed[vectors], mean, feedback)
 
     @property
     def center(self) -> list[Tensor]:

@@ -134,7 +134,7 @@ class ReplicaAllReduce:
 
         Args:
             own: what this replica brings, with vectors on the CPU that may be overwritten.
-            out: where to write the mean, or the difference; of the reference's sizes and dtypes.
+            out: where to write the mean, or the difference; of the reference's sizes and dtypes, in other memory.
             want: which vectors to compute. ``"away"`` overwrites this replica's values with them.
             route: of :meth:`route`.
 
@@ -142,7 +142,12 @@ class ReplicaAllReduce:
             NotFiniteError: on every rank, if one replica may not be left out, or none is left.
         """
         parts = torch.tensor(own.weights, dtype=torch.float64) / sum(own.weights)
-        totals, table = self._exchange_distances(own, parts[self._index].item(), route)
+        # What travels lies where its sum will, if it is of that format: so it takes no memory of its own.
+        totals = [
+            new if new.dtype == (wire := _dtype(own, old)) else self._pool.vector(f"total {i}", old.numel(), wire)
+            for i, (old, new) in enumerate(zip(own.reference, out, strict=True))
+        ]
+        table = self._exchange_distances(own, parts[self._index].item(), totals, route)
         squares, payloads = table.unbind(1)
         healthy = squares.isfinite()
         if not healthy.all() and not (self._skip and (parts[healthy] > 0).any()):
@@ -164,14 +169,18 @@ class ReplicaAllReduce:
         distance = math.sqrt(max(variance, 0.0))
         return Average(mean, difference, away, healthy.tolist(), distance, math.sqrt(displacement), payloads.tolist())
 
-    def _exchange_distances(self, own: Contribution, part: float, route: Route) -> tuple[list[Tensor], Tensor]:
+    def _exchange_distances(self, own: Contribution, part: float, totals: Sequence[Tensor], route: Route) -> Tensor:
         """Tell all replicas how far this one is from the reference, and its payload.
 
+        Args:
+            own: what this replica brings.
+            part: its weight, 0 to 1.
+            totals: where to write its weighted differences from the reference, on the rank that exchanges.
+            route: of the average.
+
         Returns:
-            This replica's weighted differences from the reference, in the format of the wire, on the rank that
-            exchanges; and a row of each replica: its squared distance from the reference, its payload.
+            A row of each replica: its squared distance from the reference, its payload.
         """
-        totals = [self._pool.vector(f"total {i}", old.numel(), _dtype(own, old)) for i, old in enumerate(own.reference)]
         table = torch.empty(len(self._replicas), 2, dtype=torch.float64)
         if self._rank == route.active:
             square = 0.0
@@ -183,7 +192,7 @@ class ReplicaAllReduce:
             else:
                 dist.all_gather(list(table), row, group=route.across)
         self._broadcast(table, route)
-        return totals, table
+        return table
 
     def _sum(self, group: dist.ProcessGroup, own: Tensor, feedback: Feedback | None, i: int) -> Tensor:
         """The sum of the ``i``-th vectors; see :func:`sum_over` and :func:`encoded_sum`."""

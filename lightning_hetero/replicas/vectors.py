@@ -173,13 +173,13 @@ class Replica:
         """A copy of the values on the host: one vector per dtype, in pinned memory where the model is on a device.
 
         Args:
-            out: where to write them: vectors that an earlier call has returned, or the first of these. Default: new
-                memory.
+            out: where to write them: vectors that an earlier call has returned, or the first of these. None, or an
+                empty list: new memory.
             flat: makes a vector of tensors. Default: :func:`flatten`.
         """
         if self._settle is not None:
             self._settle()
-        if out is None:
+        if not out:
             return [(flat or flatten)(group) for group in self._groups]
         return [flatten(group, old) for group, old in zip(self._groups, out, strict=False)]
 
