@@ -10,6 +10,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
+from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 
 from lightning_hetero.comm.agreement import gather
@@ -26,12 +27,15 @@ from lightning_hetero.comm.compression import (
 from lightning_hetero.comm.failures import deadline
 from lightning_hetero.comm.groups import Groups
 from lightning_hetero.comm.object_collectives import finite
+from lightning_hetero.comm.staging import PIECE, HostStage, pinned
 from lightning_hetero.comm.threads import Background, BufferPool
 from lightning_hetero.comm.topology import group_of
 from lightning_hetero.errors import NotFiniteError
 
 #: Which vectors of an average are computed: the mean; the mean and ``away``; or the difference from the reference.
 AveragePart = Literal["mean", "away", "difference"]
+#: How replicas exchange means for which all of them wait.
+Between = Literal["auto", "nccl", "gloo"]
 CHUNK = 1 << 16  # elements that are worked on at a time, so that several vectors of them fit into a core's cache
 
 
@@ -111,11 +115,20 @@ class ReplicaAllReduce:
         groups: makes the process groups.
         purpose: tells these groups from those of other uses.
         skip: whether replicas that are not finite are left out, instead of raising an error.
+        on_devices: sums over the first ranks of all replicas by way of their devices, where it is faster.
     """
 
-    def __init__(self, rank: int, replicas: Sequence[Sequence[int]], groups: Groups, purpose: str, skip: bool) -> None:
+    def __init__(
+        self,
+        rank: int,
+        replicas: Sequence[Sequence[int]],
+        groups: Groups,
+        purpose: str,
+        skip: bool,
+        on_devices: "DeviceAllReduce | None" = None,
+    ) -> None:
         self._rank, self._replicas, self._groups = rank, replicas, groups
-        self._purpose, self._skip = purpose, skip
+        self._purpose, self._skip, self._on_devices = purpose, skip, on_devices
         self._index = group_of(rank, replicas)
         self._pool = BufferPool()
         self._encodings: dict[str, Encoding] = {}
@@ -197,6 +210,8 @@ class ReplicaAllReduce:
     def _sum(self, group: dist.ProcessGroup, own: Tensor, feedback: Feedback | None, i: int) -> Tensor:
         """The sum of the ``i``-th vectors; see :func:`sum_over` and :func:`encoded_sum`."""
         if feedback is None:
+            if self._on_devices is not None and own.dtype.itemsize > 2 and self._on_devices.is_faster(group):
+                return self._on_devices.sum(own)
             return sum_over(group, own, self._pool)
         if feedback.wire not in self._encodings:
             self._encodings[feedback.wire] = low_bit_encoding(feedback.wire)
@@ -285,6 +300,7 @@ class ReplicaLinks:
         replicas: the ranks of each replica.
         groups: makes the process groups.
         on_nan: what to do about a replica with values that are not finite: ``"error"`` on every rank, or ``"skip"`` it.
+        on_devices: of this rank, if replicas may exchange by way of their devices while they wait for the result.
 
     Attributes:
         index: number of this rank's replica.
@@ -300,9 +316,10 @@ class ReplicaLinks:
         replicas: Sequence[Sequence[int]],
         groups: Groups,
         on_nan: Literal["error", "skip"] = "error",
+        on_devices: "DeviceAllReduce | None" = None,
     ) -> None:
         skip = on_nan == "skip"
-        self._foreground = ReplicaAllReduce(rank, replicas, groups, "averages", skip)
+        self._foreground = ReplicaAllReduce(rank, replicas, groups, "averages", skip, on_devices)
         self._background = ReplicaAllReduce(rank, replicas, groups, "averages in the background", skip)
         self._another = partial(ReplicaAllReduce, groups=groups, skip=skip)
         self._groups = groups
@@ -493,6 +510,66 @@ class Exchange:
     def seconds(self) -> float:
         """Seconds that the average took, once it has ended."""
         return self._background.seconds
+
+
+class DeviceAllReduce:
+    """All-reduce of vectors of the host over GPUs that NCCL connects: a piece at a time, by way of their memory.
+
+    Args:
+        group: of these GPUs, one of each replica.
+        device: of this rank.
+        measure: whether to use it only if it is faster than the network of the hosts, which is tried once.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, measure: bool) -> None:
+        self._group, self._device, self._stage = group, device, HostStage(device)
+        self._is_faster = None if measure else True
+
+    def is_faster(self, hosts: dist.ProcessGroup) -> bool:
+        """Whether this route is to be taken; the same on all ranks (collective when called first).
+
+        Args:
+            hosts: the same ranks, connected by the network of their hosts.
+        """
+        if self._is_faster is None:
+            message = pinned(LAST, torch.float32).zero_()
+            routes = partial(dist.all_reduce, message, group=hosts), partial(self.sum, message)
+            seconds = torch.tensor([min(_timed(route, hosts) for _ in range(TRIES)) for route in routes])
+            dist.all_reduce(seconds, op=dist.ReduceOp.MAX, group=hosts)
+            on_hosts, on_devices = seconds.tolist()
+            self._is_faster = on_devices < on_hosts
+            rank_zero_info(
+                f"Replicas exchange {'over NCCL' if self._is_faster else 'over gloo'}: 4 MiB take "
+                f"{1e3 * on_devices:.1f} ms over NCCL, {1e3 * on_hosts:.1f} ms over gloo (between='auto')."
+            )
+        return self._is_faster
+
+    def sum(self, own: Tensor) -> Tensor:
+        """Sum a vector in place (collective); blocks.
+
+        Args:
+            own: on the host, in fp32 or wider, best in pinned memory.
+
+        Returns:
+            The same vector.
+        """
+        size = max(PIECE // own.element_size(), len(own) // 16, 1)
+        memory = torch.empty(min(size, len(own)), dtype=own.dtype, device=self._device)
+        for piece in own.split(size):
+            there = memory[: len(piece)]
+            there.copy_(piece, non_blocking=self._stage.has_streams)
+            dist.all_reduce(there, group=self._group)
+            piece.copy_(there, non_blocking=self._stage.has_streams)
+        if (done := self._stage.ready()) is not None:
+            done.synchronize()
+        return own
+
+
+def _timed(route: Callable[[], object], group: dist.ProcessGroup) -> float:
+    dist.barrier(group)
+    began = time.perf_counter()
+    route()
+    return time.perf_counter() - began
 
 
 def _on_cpu(own: Contribution) -> Contribution:

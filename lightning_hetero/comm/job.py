@@ -10,10 +10,12 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 
 from lightning_hetero.comm import device_exit, failures
 from lightning_hetero.comm.agreement import check_equal, gather
+from lightning_hetero.comm.all_reduce import Between, DeviceAllReduce
 from lightning_hetero.comm.failures import deadline, is_communication_error
 from lightning_hetero.comm.groups import (
     Groups,
@@ -27,7 +29,7 @@ from lightning_hetero.comm.groups import (
 from lightning_hetero.comm.threads import Background, record_sockets
 from lightning_hetero.comm.topology import Place, Topology, discover, interface_towards
 from lightning_hetero.comm.view import View
-from lightning_hetero.errors import CommunicationError, MembershipLostError
+from lightning_hetero.errors import CommunicationError, MembershipLostError, UnsupportedError
 
 _NEWS = 3.0  # seconds to wait for news of a rank that has ended
 
@@ -132,6 +134,32 @@ class Job:
             self._mixed = MixedGroup(self.groups, ranks, topology.islands(ranks), self.view.rank)
             weakref.finalize(self, self._mixed.close).atexit = False
         return self._mixed
+
+    def on_devices(self, between: Between, device: torch.device) -> DeviceAllReduce | None:
+        """All-reduce over one GPU of each replica; ``None``: there is none (collective over all ranks).
+
+        Args:
+            between: how replicas are to exchange.
+            device: of this rank.
+
+        Raises:
+            UnsupportedError: they are to exchange over NCCL, which does not connect them.
+        """
+        members = [ranks[0] for ranks in self.view.ranks]
+        if between == "gloo" or len(members) == 1:
+            return None
+        if self.view.topology.backend(members) != "nccl":
+            if between == "auto":
+                return None
+            raise UnsupportedError(
+                f"between='nccl': NCCL does not connect the first ranks of the replicas, {members}. Their way is "
+                f"{self.view.topology.route(members)}. Give each of them a GPU of its own, all of one kind; or leave "
+                "between='auto'."
+            )
+        if self.view.rank not in members:
+            return None
+        group = self.groups.get("averages on devices", members, "nccl")
+        return None if group is None else DeviceAllReduce(group, device, measure=between == "auto")
 
     def small_group(self) -> dist.ProcessGroup | None:
         """The group of this rank's replica for small CPU tensors; ``None`` for one rank (collective over it)."""

@@ -24,7 +24,7 @@ from lightning_hetero.batching.planner import PlanningState, Repartition, ShareH
 from lightning_hetero.batching.timer import StepTimer
 from lightning_hetero.comm import failures
 from lightning_hetero.comm.agreement import gather, value_of_rank
-from lightning_hetero.comm.all_reduce import ReplicaLinks
+from lightning_hetero.comm.all_reduce import Between, ReplicaLinks
 from lightning_hetero.comm.collectives import Collectives
 from lightning_hetero.comm.failures import deadline
 from lightning_hetero.comm.job import Job, RendezvousAddress, ViewSuccession, join_world
@@ -116,7 +116,9 @@ class JobStrategy(DDPStrategy):
     def make_engine(self, job: Job, accounting: BatchAccounting) -> Engine:
         """The engine of a fit; it gets an averager where there are several replicas."""
         skip: Literal["error", "skip"] = "skip" if self.options.on_nan == "skip" else "error"
-        links = ReplicaLinks(job.view.rank, job.view.ranks, job.groups, skip)
+        between: Between = "gloo" if self.options.on_peer_loss == "continue" else self.options.between
+        on_devices = job.on_devices(between, self.root_device)
+        links = ReplicaLinks(job.view.rank, job.view.ranks, job.groups, skip, on_devices)
         return Engine(job.view, links, accounting, self.options.rebalance_every_n_steps)
 
     # -- the Trainer, the launcher -----------------------------------------------------------------

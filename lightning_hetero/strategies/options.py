@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_hetero.argument_checks import at_least_one, is_number, one_of, plain
 from lightning_hetero.batching.nonfinite import OnNaN
 from lightning_hetero.batching.planner import Planner
+from lightning_hetero.comm.all_reduce import Between
 from lightning_hetero.comm.groups import Within
 from lightning_hetero.errors import ConfigurationError
 
@@ -101,6 +102,10 @@ class Options:
         within: how ranks of one node average: gradients on CPUs, and parameters of replicas; also how the ranks of a
             replica learn what an exchange has brought. ``"shm"``, in shared memory; ``"gloo"``, over sockets;
             ``"auto"``, in shared memory unless it takes more than half of what is free, which a warning says.
+        between: how replicas exchange means in fp32 for which all wait: ``"nccl"``, by way of GPUs, where the first
+            rank of each replica has one of its own, all of one kind; ``"gloo"``, between hosts; ``"auto"``, as is
+            faster, which is tried once. All else goes between hosts, and so does all with ``on_peer_loss="continue"``,
+            since NCCL cannot be woken up.
         timeout: longest wait for other ranks, in seconds or as a timedelta, before an error.
         on_peer_loss: what to do when a rank dies, freezes or cannot be reached during a fit: ``"error"`` ends all
             ranks, with an error that names it; ``"continue"`` goes on among the others: without its replica, or under
@@ -132,6 +137,7 @@ class Options:
     on_nan: OnNaN = "error"
     ranks_per_node: int | list[int] | None = None
     within: Within = "auto"
+    between: Between = "auto"
     timeout: timedelta | float = 1800.0
     on_peer_loss: Literal["error", "continue"] = "error"
     min_replicas: int = 1
@@ -188,6 +194,12 @@ class Options:
             )
         one_of("start_method", self.start_method, ("popen", "spawn", "fork", "forkserver"))
         one_of("within", self.within, get_args(Within))
+        one_of("between", self.between, get_args(Between))
+        if self.between == "nccl" and self.on_peer_loss == "continue":
+            raise ConfigurationError(
+                "between='nccl' with on_peer_loss='continue': NCCL cannot be woken up when a rank is lost. Leave "
+                "between='auto', which means gloo here."
+            )
         one_of("on_nan", self.on_nan, ("error", "skip", "ignore"))
         if self.process_group_backend is not None:
             raise ConfigurationError(
