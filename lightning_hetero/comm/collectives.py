@@ -13,6 +13,7 @@ from torch.distributed import ReduceOp
 from lightning_hetero.comm.agreement import gather, gather_samples, value_of_rank
 from lightning_hetero.comm.object_collectives import CPU, check_sum, collective_number
 from lightning_hetero.comm.retry import collective
+from lightning_hetero.comm.staging import pinned, stage_of
 from lightning_hetero.comm.topology import widest_float
 from lightning_hetero.errors import UnsupportedError
 
@@ -40,13 +41,33 @@ class TrialBatch(NamedTuple):
         return own[torch.arange(total, device=tensor.device) % tensor.shape[0]][None]
 
 
+class SumToCheck(NamedTuple):
+    """Sum on a device, which the host checks later.
+
+    Attributes:
+        values: in pinned memory: the weights, how many ranks know none, and the sum of the collective's numbers.
+        ready: an event that passes once they are there.
+        number: of the collective, on this rank.
+        name: of the value, if the user has given its weight.
+    """
+
+    values: Tensor
+    ready: Any
+    number: int
+    name: str | None
+
+
 class Collectives:
     """Collectives over all ranks, on a gloo world of CPUs and GPUs; tensors on an accelerator pass through the CPU.
+
+    Where a library connects the accelerators of all ranks, values of a training step are reduced there, and the host
+    does not wait for them.
 
     Args:
         waiting: gives a block of which the time counts as waiting, not as this rank's work.
         alone: whether there is nobody to meet, so that a collective returns what it was given.
         loss_counts: whether this rank's loss has a part in the gradient; asked in a backward pass.
+        on_devices: gives the group of all ranks' accelerators, if a library connects them.
     """
 
     def __init__(
@@ -54,8 +75,11 @@ class Collectives:
         waiting: Callable[[], AbstractContextManager[None]],
         alone: Callable[[], bool],
         loss_counts: Callable[[], bool],
+        on_devices: Callable[[], dist.ProcessGroup | None] = lambda: None,
     ) -> None:
         self.alone, self._waiting, self._loss_counts = alone, waiting, loss_counts
+        self._on_devices = on_devices
+        self._unchecked: list[SumToCheck] = []
         self._samples: Callable[[], float | None] | None = None  # of this rank in the running step; outside of one None
         self._warned = False  # that a mean could not be weighted
         self._trial: TrialBatch | None = None  # under way, if one is
@@ -174,14 +198,17 @@ class Collectives:
             raise UnsupportedError(f"reduce_op={reduce_op!r} must be one of {', '.join(map(repr, _REDUCTIONS))}.")
         mean = name in ("mean", "avg", ReduceOp.AVG)
         wide = torch.promote_types(tensor.dtype, torch.float32) if tensor.is_floating_point() else torch.float64
+        what = f"reduce {self._logged or 'a tensor'}"
+        logged = mean and self._logged and tensor.is_floating_point() and group in (None, dist.group.WORLD)
+        if logged and (devices := self._on_devices()) is not None:
+            found = self._mean_on_devices(tensor.detach().to(wide).reshape(-1), what, devices)
+            return found.to(tensor.dtype).reshape(tensor.shape)
         value = tensor.detach().to("cpu", wide if mean else tensor.dtype, copy=True).reshape(-1)
         if mean:
             value = self._with_weight(value)
         op: Any = ReduceOp.SUM
         if not mean and name is not None:
             op = getattr(ReduceOp, name.upper()) if isinstance(name, str) else name
-
-        what = f"reduce {self._logged or 'a tensor'}"
 
         def reduced() -> Tensor:
             number = collective_number(what, group)
@@ -203,24 +230,56 @@ class Collectives:
         samples = self._samples() if self._samples is not None else 1.0
         weight = 1.0 if samples is None else samples
         plain = value if weight else torch.zeros_like(value)  # that of a padding batch may not be finite
-        return torch.cat([plain * weight, plain, value.new_tensor([weight, weight != 0, samples is None])])
+        numbers = [value.new_full((1,), x) for x in (weight, weight != 0, samples is None)]
+        return torch.cat([plain * weight, plain, *numbers])
 
     def _mean(self, sums: Tensor) -> Tensor:
         """The mean that summed rows of :meth:`_with_weight` make; the same on every rank."""
         weighted, plain = sums[:-3].chunk(2)
         weight, ranks, unknown = sums[-3:].tolist()
+        self._explain(self._name, weight, unknown)
+        return plain / ranks if unknown else weighted / weight
+
+    def _explain(self, name: str | None, weight: float, unknown: float) -> None:
+        """Warn of a mean of nothing, and of one that could not be weighted."""
         if not unknown:
-            if not weight and self._name is not None:
-                self.explain_nan(self._name)
-            return weighted / weight
-        if not self._warned:
+            if not weight and name is not None:
+                self.explain_nan(name)
+        elif not self._warned:
             self._warned = True
             rank_zero_warn(
                 f"A mean over ranks counted every rank the same: on {int(unknown)} of them nobody can tell how many "
                 "samples the batch holds. Pass `batch_size=` to `self.log`; elsewhere reduce sums of values and of "
                 "samples (`reduce_op='sum'`) and divide them."
             )
-        return plain / ranks
+
+    def _mean_on_devices(self, value: Tensor, what: str, devices: dist.ProcessGroup) -> Tensor:
+        """The mean over all ranks' devices, for which the host does not wait; :meth:`settle` checks it."""
+        number = collective_number(what, None)
+        sums = torch.cat([self._with_weight(value), value.new_full((1,), number)])
+        with self._waiting():
+            dist.all_reduce(sums, group=devices)
+        weighted, plain = sums[:-4].chunk(2)
+        weight, ranks, unknown, _ = sums[-4:].unbind()
+        stage = stage_of(value.device)
+        values = pinned(4, value.dtype) if stage.has_streams else torch.empty(4, dtype=value.dtype)
+        values.copy_(sums[-4:], non_blocking=stage.has_streams)
+        self._unchecked.append(SumToCheck(values, stage.ready(), number, self._name))
+        return torch.where(unknown > 0, plain / ranks, weighted / weight)
+
+    def settle(self) -> None:
+        """Check the means that were taken on devices; after the step that took them, in which nobody waits for that.
+
+        Raises:
+            DisagreementError: on every rank, if one of them has logged another value.
+        """
+        unchecked, self._unchecked = self._unchecked, []
+        for values, ready, number, name in unchecked:
+            if ready is not None:
+                ready.synchronize()
+            weight, _, unknown, summed = values.tolist()
+            check_sum(summed, number, None)
+            self._explain(name, weight, unknown)
 
     def all_gather(self, tensor: Tensor, group: Any | None, sync_grads: bool) -> Tensor:
         """Gather the tensors of all ranks.

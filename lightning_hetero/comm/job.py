@@ -135,6 +135,12 @@ class Job:
             weakref.finalize(self, self._mixed.close).atexit = False
         return self._mixed
 
+    def devices_of_all(self) -> dist.ProcessGroup | None:
+        """The group in which the ranks of a single replica average gradients, if all have GPUs that NCCL connects."""
+        ranks = self.view.replica.ranks
+        connected = self.view.count == 1 and self.view.topology.backend(ranks) == "nccl"
+        return self.data_group() if connected else None
+
     def on_devices(self, between: Between, device: torch.device) -> DeviceAllReduce | None:
         """All-reduce over one GPU of each replica; ``None``: there is none (collective over all ranks).
 

@@ -331,6 +331,7 @@ class HeteroStrategy(JobStrategy):
     def on_validation_start(self) -> None:
         super().on_validation_start()
         self.collaborators.nonfinite.settle(self.module)
+        self.collectives.settle()
         collective("share buffers", lambda: share_buffers(self.model))  # as DDP would
         self.engine.hold(
             collective("find the consensus", lambda: self.engine.evaluation_values(self.trainer.sanity_checking))
@@ -340,6 +341,7 @@ class HeteroStrategy(JobStrategy):
     def on_validation_end(self) -> None:
         self.engine.release()  # after the callbacks' hooks: what they have saved is what was validated
         super().on_validation_end()
+        self.collectives.settle()
         self.timer.restart()  # it is no part of a training step's time
 
     # -- begin, end --------------------------------------------------------------------------------
@@ -356,6 +358,7 @@ class HeteroStrategy(JobStrategy):
     def on_train_end(self) -> None:
         super().on_train_end()
         self.collaborators.nonfinite.settle(self.module)
+        self.collectives.settle()
         self.recovery.retry(lambda: self.step.batch_ended(self.trainer))
         self.recovery.retry(lambda: self.accounting.apply_reports())  # leave nothing in flight
         if self.stop_request is not None:

@@ -68,7 +68,7 @@ class JobStrategy(DDPStrategy):
         self.options = options
         super().__init__(accelerator, *args, **kwargs)
         self.timer = StepTimer(torch.device("cpu"))
-        self.collectives = Collectives(self.timer.waiting, self._is_alone, self._loss_counts)
+        self.collectives = Collectives(self.timer.waiting, self._is_alone, self._loss_counts, self._devices_of_all)
         self.group_overrides = GroupOverrides()
         self.recovery = RecoveryPolicy()
 
@@ -271,6 +271,9 @@ class JobStrategy(DDPStrategy):
     def stopped(self) -> bool:
         """Whether all ranks have been asked to stop, have saved, and end."""
         return self.stop_request is not None and self.stop_request.all_stop
+
+    def _devices_of_all(self) -> dist.ProcessGroup | None:
+        return self.job.devices_of_all()
 
     def _loss_counts(self) -> bool:
         """Whether this rank's samples have a part in the gradient of the running step."""

@@ -93,6 +93,7 @@ class TrainingStep:
 
     def begin(self, trainer: "pl.Trainer") -> None:
         """A batch is on its way to the device."""
+        self._collectives.settle()
         lightning_compat.watch_fetching(trainer, self._timer.fetching, self._timer.fetched)
         if trainer.training:
             self.batch_ended(trainer)  # if nothing else has ended the last one

@@ -10,6 +10,7 @@ from collections import Counter
 from typing import Any
 
 import fake_device
+import fake_nccl
 import lightning.pytorch as pl
 import pytest
 import torch
@@ -141,6 +142,32 @@ def test_gradients_on_a_wire_wait_for_nothing(device: str, wire: str) -> None:
     steps = run(counted, 2, row, nodes=[1, 1], env={"FAKE_LIBRARY": device})[0]
     assert len(steps) == STEPS - 3
     assert max(steps) == 0, steps
+
+
+class Synced(Plain):
+    """Logs means over all ranks in each step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.log_dict({"first": loss, "second": loss}, sync_dist=True)
+        return loss
+
+
+def counted_syncs(row: Row, connected: bool) -> list[int]:
+    if connected:
+        fake_nccl.install()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys.modules[__name__], "Plain", Synced)
+        return counted(row)
+
+
+@pytest.mark.parametrize(("connected", "waits"), [(True, 0), (False, 4)])
+def test_means_that_are_logged_where_a_library_connects_all_ranks(fake: str, connected: bool, waits: int) -> None:
+    """There the host waits for none of them; over gloo to the host and back for each."""
+    env = {"FAKE_LIBRARY": fake, "FAKE_GLOO": "stage"}
+    steps = run(counted_syncs, 2, Row("hetero_ddp"), connected, nodes=[1, 1], env=env)[0]
+    assert len(steps) == STEPS - 3
+    assert set(steps) == {waits}, steps
 
 
 class Reads(Plain):

@@ -1,4 +1,4 @@
-"""A process group that behaves as NCCL's does when a rank is lost; on CPUs, over gloo.
+"""A process group that behaves as NCCL's does when a rank is lost; over gloo, on CPUs and on simulated cards.
 
 What waits for a dead rank waits for ever, and so does whoever shuts the group down then. ``install()`` takes ranks on
 CPUs for ranks on cards of their own, and makes their groups of this kind.
@@ -11,6 +11,8 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.futures import Future
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_hetero.comm.topology import Place
 from lightning_hetero.strategies import job
@@ -38,17 +40,33 @@ class FakeNCCL(dist.ProcessGroup):
         threading.Thread(target=complete, daemon=True).start()
         return Launched(future)
 
+    def _on_card(self, call: Any, tensors: Any, *inputs: Any) -> "Launched":
+        """A kernel of a simulated card: that, and not the host, reads and writes its tensors."""
+        with _disable_current_modes():
+            hosts = tree_map(lambda tensor: tensor.cpu(), (tensors, *inputs))
+            call(*hosts).wait()
+            for tensor, host in zip(tree_leaves(tensors), tree_leaves(hosts[0]), strict=True):
+                tensor.copy_(host)
+        done: Future[Any] = Future()
+        done.set_result(tensors)
+        return Launched(done)
+
+    def _run(self, call: Any, tensors: Any, *inputs: Any) -> "Launched":
+        if tree_leaves(tensors)[0].device.type != "cpu":
+            return self._on_card(call, tensors, *inputs)
+        return self._launched(call(tensors, *inputs), tensors)
+
     def allreduce(self, tensors: Any, opts: Any) -> Any:
-        return self._launched(self._gloo.allreduce(tensors, opts), tensors)
+        return self._run(lambda own: self._gloo.allreduce(own, opts), tensors)
 
     def broadcast(self, tensors: Any, opts: Any) -> Any:
-        return self._launched(self._gloo.broadcast(tensors, opts), tensors)
+        return self._run(lambda own: self._gloo.broadcast(own, opts), tensors)
 
     def reduce(self, tensors: Any, opts: Any) -> Any:
-        return self._launched(self._gloo.reduce(tensors, opts), tensors)
+        return self._run(lambda own: self._gloo.reduce(own, opts), tensors)
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any) -> Any:
-        return self._launched(self._gloo.allgather(outputs, inputs, opts), outputs)
+        return self._run(lambda rows, own: self._gloo.allgather(rows, own, opts), outputs, inputs)
 
     def shutdown(self) -> None:
         while self._pending:
