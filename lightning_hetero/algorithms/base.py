@@ -2,6 +2,7 @@
 
 import logging
 import math
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -280,6 +281,15 @@ class Averager(Stateful, ABC):
     commits = Shared[int](0)
     pairings: list[list[int]] | None = None
 
+    @override
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if (clock := clock_in(vars(cls).get("due"))) is not None:
+            raise ConfigurationError(
+                f"{cls.__name__}.due reads a clock ({clock}). Each rank has its own, so that one would wait for an "
+                "exchange that others do not make. Decide by what all ranks know alike: context.step, samples, state."
+            )
+
     # -- options -----------------------------------------------------------------------------------
 
     def options(self) -> dict[str, Any]:
@@ -484,6 +494,16 @@ class Averager(Stateful, ABC):
 
     def close(self) -> None:
         """Let go of all resources; local, idempotent, also after an error."""
+
+
+def clock_in(function: Any) -> str | None:
+    """The name of a function of the module ``time`` that a function calls; ``None``: it is seen to call none."""
+    code, known = getattr(function, "__code__", None), getattr(function, "__globals__", {})
+    for name in code.co_names if code is not None else ():
+        value = known.get(name)
+        if value is time or (callable(value) and getattr(time, name, None) is value):
+            return f"time.{name}" if value is not time else "time"
+    return None
 
 
 @dataclass

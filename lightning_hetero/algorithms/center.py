@@ -182,12 +182,14 @@ class SyncCenterAverager(LowBitAverager, CenteredAverager):
 
     def _begin(self, context: StepContext) -> Callable[[], Average]:
         """Take ``x_i``, and exchange the differences: now in the background, or when the result is asked for."""
-        self._snapshot = self.position(self._snapshot)
         weights, payload = context.samples_per_replica, self.payload()
-        own = Contribution(self._snapshot, weights, self.center, self.wire, payload, self.feedback)
         if self.overlap:
+            self._snapshot, copied = self.replica.snapshot(self._snapshot)
+            own = Contribution(self._snapshot, weights, self.center, self.wire, payload, self.feedback, copied)
             self._exchange = self.links.begin(own, self._mean, want="difference").result
         else:
+            self._snapshot = self.position(self._snapshot)
+            own = Contribution(self._snapshot, weights, self.center, self.wire, payload, self.feedback)
             self._exchange = lambda: self.links.exchange(own, self._mean, want="difference")
         return self._exchange
 

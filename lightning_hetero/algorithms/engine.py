@@ -21,6 +21,7 @@ from lightning_hetero.algorithms.state import (
     Own,
     PerReplica,
     Shared,
+    check_declared,
     drop_in_flight,
     fields_of,
     has_tensors,
@@ -489,6 +490,8 @@ class Engine:
         averager = self.averager
         with self._accounting.timer.waiting(exchange=True), explain_nonfinite(self):
             outcome = averager.after_step(self.context(self._epoch_ends))
+        if self._due:
+            check_declared(averager)  # what it has made only now has a role, too
         self.exchanged, self.exchanges_done = self.windows, self.exchanges_done + self._due
         self._cadence.exchanges += outcome is not None and outcome.exchanged
         return outcome

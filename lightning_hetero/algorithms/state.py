@@ -17,7 +17,7 @@ in which added values start by the field's rule, and `Scratch` starts over.
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from inspect import get_annotations
-from typing import Any, ClassVar, Generic, TypeVar, overload
+from typing import Any, ClassVar, Generic, TypeVar, get_origin, overload
 
 import torch
 from torch import Tensor
@@ -244,13 +244,38 @@ class Stateful:
     @override
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        options = {name for base in cls.__mro__ for name in get_annotations(base)}
-        for name, declared in vars(cls).items():
-            if isinstance(declared, StateField) and (name in options or name in cls.of_base):
+        annotated = get_annotations(cls)
+        options = {name for base in cls.__mro__[1:] for name in get_annotations(base)}
+        states = {field.name for base in cls.__bases__ for field in fields_of(base)}
+        for name in dict.fromkeys([*vars(cls), *annotated]):
+            declared, title = vars(cls).get(name), f"{cls.__name__}.{name}"
+            is_state = isinstance(declared, StateField)
+            if is_state and (name in options or name in cls.of_base):
                 raise ConfigurationError(
-                    f"{cls.__name__}.{name} is declared as state, but is also an option or an attribute of averagers. "
-                    f"Give it another name, and no annotation: `my_{name} = {type(declared).__name__}(...)`."
+                    f"{title} is declared as state, but is also an option or an attribute of averagers. "
+                    f"Give it another name: `my_{name} = {type(declared).__name__}(...)`."
                 )
+            if is_state and name in annotated:
+                raise ConfigurationError(
+                    f"{title} is declared as state, with an annotation, which makes it an option of a dataclass. Leave "
+                    f"the annotation out: `{name} = {type(declared).__name__}(...)`."
+                )
+            if not is_state and _names_role(declared, annotated.get(name)):
+                raise ConfigurationError(
+                    f"{title} names a role of state, but does not declare any. Write `{name} = Shared(zeros)`, "
+                    "without an annotation; or another role, and another start."
+                )
+            if not is_state and name in annotated and name in states:
+                raise ConfigurationError(
+                    f"{title} is an option, but a base class has state of that name. Give it another name: `my_{name}`."
+                )
+
+
+def _names_role(value: Any, annotation: Any) -> bool:
+    """Whether a class attribute, or its annotation, is a role or a start rule, which alone declare nothing."""
+    text = annotation if isinstance(annotation, str) else getattr(get_origin(annotation) or annotation, "__name__", "")
+    role = text.partition("[")[0].rpartition(".")[2] in {kind.__name__ for kind in StateField.__subclasses__()}
+    return role or isinstance(value, VectorStart) or (isinstance(value, type) and issubclass(value, StateField))
 
 
 def fields_of(kind: type, *roles: type[StateField]) -> list[StateField]:

@@ -78,7 +78,7 @@ class Plain(MixedNet):
 
 #: By name: how often the host waits for an exchange, and how many exchanges there are in the steps that count. Between
 #: exchanges it does not wait. Where speed decides when replicas exchange, they may do so after any step. Those of DASO
-#: in the background need no wait; that of its cool-down does.
+#: and of `hetero_easgd_overlap` in the background need no wait; that of DASO's cool-down does.
 BUDGET = {
     "hetero_ddp": (0, 0),
     "hetero_auto": (0, 0),
@@ -86,7 +86,7 @@ BUDGET = {
     "hetero_daso": (1, 1),
     "hetero_easgd": (1, 2),
     "hetero_eamsgd": (2, 2),
-    "hetero_easgd_overlap": (1, 2),
+    "hetero_easgd_overlap": (0, 0),
     "hetero_easgd_round_robin": (1, 2),
     "hetero_easgd_async": (1, 2),
     "hetero_measgd_async": (1, 2),

@@ -1,6 +1,8 @@
 """Declared state: what each role does at each event, and declarations that are refused."""
 
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, field
+from time import perf_counter
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +12,16 @@ from torch import Tensor, nn
 
 from lightning_hetero import Averager, InFlight, Own, PerReplica, Scratch, Shared, StepContext, model_values, zeros
 from lightning_hetero.algorithms.base import FitInfo
-from lightning_hetero.algorithms.state import PendingExchange, VectorStart, carry, drop_in_flight, read, select, write
+from lightning_hetero.algorithms.state import (
+    PendingExchange,
+    VectorStart,
+    carry,
+    check_declared,
+    drop_in_flight,
+    read,
+    select,
+    write,
+)
 from lightning_hetero.comm.all_reduce import Average
 from lightning_hetero.errors import CheckpointError, ConfigurationError
 from lightning_hetero.replicas.vectors import LayoutChange, Replica
@@ -217,10 +228,61 @@ def test_declarations_that_are_refused() -> None:
         class OfBase(Everything):
             links = Shared(zeros)  # type: ignore[assignment]
 
-    with pytest.raises(ConfigurationError, match=r"Annotated\.center is declared as state"):
+    with pytest.raises(ConfigurationError, match=r"Annotated\.center is declared as state, with an annotation.*Leave"):
 
         class Annotated(Everything):
             center: Any = Shared(zeros)
+
+    with pytest.raises(ConfigurationError, match=r"Typed\.center names a role.*`center = Shared\(zeros\)`"):
+
+        class Typed(Everything):
+            center: Shared[list] = zeros  # type: ignore[assignment]
+
+    with pytest.raises(ConfigurationError, match=r"Rule\.center names a role"):
+
+        class Rule(Everything):
+            center = zeros
+
+    with pytest.raises(ConfigurationError, match=r"Role\.center names a role"):
+
+        class Role(Everything):
+            center = Own
+
+    with pytest.raises(
+        ConfigurationError, match=r"Inherits\.momentum is an option, but a base class has state of that"
+    ):
+
+        class Inherits(Everything):
+            momentum: float = 0.9  # type: ignore[assignment]
+
+
+def test_an_exchange_that_depends_on_a_local_clock_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match=r"BySeconds\.due reads a clock \(time\)"):
+
+        class BySeconds(Everything):
+            def due(self, context: StepContext) -> bool:
+                return time.monotonic() % 60 < 1
+
+    with pytest.raises(ConfigurationError, match=r"ByCounter\.due reads a clock \(time\.perf_counter\)"):
+
+        class ByCounter(Everything):
+            def due(self, context: StepContext) -> bool:
+                return perf_counter() > 1
+
+    class BySteps(Everything):
+        def due(self, context: StepContext) -> bool:
+            return context.step % 60 == 0
+
+
+def test_tensors_without_a_role_are_refused_at_the_exchange_that_makes_them() -> None:
+    @dataclass
+    class Lazy(Everything):
+        velocity: Any = field(default=None, init=False)
+
+    lazy = started(model(), Lazy())
+    lazy.velocity = [torch.zeros(4)]
+    with pytest.raises(ConfigurationError, match=r"Lazy\.velocity holds tensors"):
+        check_declared(lazy)
 
 
 def test_tensors_without_a_role_are_refused_when_a_fit_starts() -> None:

@@ -7,18 +7,24 @@ import os
 import re
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
+import lightning.pytorch as pl
 import numpy as np
 import pytest
+import torch
 from center_tasks import lines
 from oracles import START, data, order, split
-from ranks import run
+from ranks import attempt, run
+from tasks import FAST, Net, dataset
 from torch.optim import SGD
+from torch.utils.data import DataLoader
 
 from lightning_hetero import Averager, StepContext, strategy_for
+from lightning_hetero.errors import ConfigurationError
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))  # ranks inherit it
 import own_averager
@@ -158,3 +164,32 @@ def test_the_algorithm_and_its_strategy_take_45_lines() -> None:
     assert not re.search(r"\.(?!__post_init__)_\w", part)
     imports = re.findall(r"^(?:from|import) (lightning_hetero[\w.]*)", source, re.MULTILINE)
     assert imports == ["lightning_hetero"]
+
+
+@dataclass
+class Lazy(Averager):
+    """Makes a vector without a role, but only when replicas first meet."""
+
+    velocity: Any = field(default=None, init=False)
+
+    def due(self, context: StepContext) -> bool:
+        return context.step % 3 == 0
+
+    def meet(self, context: StepContext) -> None:
+        super().meet(context)
+        self.velocity = [torch.zeros(3)]
+
+
+LazyStrategy = strategy_for(Lazy, "LazyStrategy")
+
+
+def fit_lazily() -> None:
+    settings = {**FAST, "devices": 1, "num_nodes": 2}
+    pl.Trainer(strategy=LazyStrategy(), max_steps=8, **settings).fit(Net(), DataLoader(dataset(96), batch_size=4))
+
+
+def test_a_vector_without_a_role_that_an_exchange_makes_ends_the_fit_there() -> None:
+    """Else it would be lost when the run is resumed, without a word."""
+    for outcome in attempt(fit_lazily, 2, nodes=[1, 1]):
+        assert isinstance(outcome.error, ConfigurationError), outcome.trace
+        assert "Lazy.velocity holds tensors, but has no role" in str(outcome.error)

@@ -39,7 +39,7 @@ class Clock {
 
   Seconds host() {
     std::lock_guard<std::mutex> lock(mutex_);
-    return host_;
+    return host_time();
   }
 
   int64_t kernels() {
@@ -54,7 +54,7 @@ class Clock {
   void launch(const c10::Stream& stream, const std::string& name) {
     std::lock_guard<std::mutex> lock(mutex_);
     kernels_++;
-    host_ += cost("launch", 0.0);
+    host_time() += cost("launch", 0.0);
     enqueue(stream, cost(name, cost("", 0.0)));
   }
 
@@ -85,7 +85,7 @@ class Clock {
 
   Seconds all_done(c10::DeviceIndex device) {
     std::lock_guard<std::mutex> lock(mutex_);
-    Seconds latest = host_;
+    Seconds latest = host_time();
     for (const auto& [key, at] : streams_)
       if (key.first == device) latest = std::max(latest, at);
     return latest;
@@ -103,8 +103,8 @@ class Clock {
     std::vector<std::function<void()>> arrived;
     {
       std::lock_guard<std::mutex> lock(mutex_);
-      host_ = std::max(host_, until);
-      while (!arrivals_.empty() && arrivals_.begin()->first <= host_) {
+      host_time() = std::max(host_time(), until);
+      while (!arrivals_.empty() && arrivals_.begin()->first <= host_time()) {
         arrived.push_back(std::move(arrivals_.begin()->second));
         arrivals_.erase(arrivals_.begin());
       }
@@ -118,6 +118,12 @@ class Clock {
   }
 
  private:
+  // Each thread of the host has a time of its own: one that waits for the device does not hold up the others.
+  static Seconds& host_time() {
+    thread_local Seconds time = 0.0;
+    return time;
+  }
+
   Seconds cost(const std::string& what, Seconds otherwise) const {
     auto found = costs_.find(what);
     return found == costs_.end() ? otherwise : found->second;
@@ -125,12 +131,11 @@ class Clock {
 
   Seconds enqueue(const c10::Stream& stream, Seconds seconds) {
     auto& at = streams_[{stream.device_index(), stream.id()}];
-    at = std::max(at, host_) + seconds;
+    at = std::max(at, host_time()) + seconds;
     return at;
   }
 
   std::mutex mutex_;
-  Seconds host_ = 0.0;
   int64_t kernels_ = 0;
   c10::StreamId latest_stream_ = 0;  // 0 is the default one
   std::map<std::string, Seconds> costs_;
