@@ -144,6 +144,47 @@ def test_gradients_on_a_wire_wait_for_nothing(device: str, wire: str) -> None:
     assert max(steps) == 0, steps
 
 
+class Weighted(Plain):
+    """Says on the device how much a batch counts."""
+
+    def batch_weight(self, batch: Any) -> torch.Tensor:
+        return batch[0].new_ones(()) * len(batch[0])
+
+
+class ByRMSProp(Plain):
+    """Has an optimizer that cannot leave a step out on the device."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.RMSprop(self.parameters(), lr=0.01)
+
+
+#: Of `hetero_ddp`: options of the strategy, a kind of module, and how often the host waits in each step.
+OPTIONS: dict[str, tuple[dict[str, Any], type[Plain], int]] = {
+    "on_nan=ignore": ({"on_nan": "ignore"}, Plain, 0),
+    "on_nan=skip": ({"on_nan": "skip"}, Plain, 2),
+    "another optimizer": ({}, ByRMSProp, 1),
+    "another optimizer, on_nan=ignore": ({"on_nan": "ignore"}, ByRMSProp, 0),
+    "batch_weight": ({}, Weighted, 1),
+    "balance=auto": ({"balance": "auto"}, Plain, 0),
+}
+
+
+def counted_with(row: Row, kind: type[Plain]) -> list[int]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys.modules[__name__], "Plain", kind)
+        return counted(row)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options_have_a_budget_too(device: str, name: str) -> None:
+    options, kind, waits = OPTIONS[name]
+    options = dict(options)
+    row = Row("hetero_ddp", options, balance=options.pop("balance", ""))
+    steps = run(counted_with, 2, row, kind, nodes=[1, 1], env={"FAKE_LIBRARY": device})[0]
+    assert len(steps) == STEPS - 3
+    assert max(steps) == waits, steps
+
+
 class Synced(Plain):
     """Logs means over all ranks in each step."""
 

@@ -24,11 +24,13 @@ SCRIPT = """
     import lightning.pytorch as pl
     from torch.utils.data import DataLoader
 
+    import fake_device
     import fake_nccl
     from lightning_hetero import HeteroDDPStrategy
     from tasks import FAST, Net, dataset
 
     fake_nccl.install()
+    settings = {**FAST, "accelerator": fake_device.load_if_given(), "devices": 1, "num_nodes": 2}
 
     class Ends(Net):
         def training_step(self, batch, batch_idx):
@@ -40,7 +42,7 @@ SCRIPT = """
                     raise ValueError("a fault of rank 1")
             return self.loss(batch)
 
-    trainer = pl.Trainer(strategy=HeteroDDPStrategy(timeout=600, within="gloo"), max_steps=8, **FAST)
+    trainer = pl.Trainer(strategy=HeteroDDPStrategy(timeout=600, within="gloo"), max_steps=8, **settings)
     trainer.fit(Ends(), DataLoader(dataset(96), batch_size=4))
     group = trainer.strategy.replica_group
     print("trained over", group.getBackendName(), flush=True)
@@ -48,17 +50,18 @@ SCRIPT = """
 """
 
 
-def start(folder: Path, how: str) -> list[subprocess.Popen[str]]:
+def start(folder: Path, how: str, library: str) -> list[subprocess.Popen[str]]:
     script = folder / "train.py"
     script.write_text(textwrap.dedent(SCRIPT))
     here = Path(__file__).parent
-    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-    common |= {"GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "tests", "OMP_NUM_THREADS": "1"}
+    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"}
+    common |= {"TORCHELASTIC_RUN_ID": "tests", "OMP_NUM_THREADS": "1", "LOCAL_RANK": "0"}
+    common |= {"FAKE_LIBRARY": library, "FAKE_GLOO": "stage"} if library else {}
     common["PYTHONPATH"] = os.pathsep.join([str(here), *filter(None, sys.path)])
     return [
         subprocess.Popen(
             [sys.executable, "-W", "ignore", str(script), how],
-            env={**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            env={**os.environ, **common, "RANK": str(rank), "GROUP_RANK": str(rank)},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -67,9 +70,9 @@ def start(folder: Path, how: str) -> list[subprocess.Popen[str]]:
     ]
 
 
-def ends(folder: Path, how: str) -> list[tuple[int, str, str]]:
+def ends(folder: Path, how: str, library: str = "") -> list[tuple[int, str, str]]:
     """The exit status of each rank, and what it printed to each stream."""
-    processes, found = start(folder, how), []
+    processes, found = start(folder, how, library), []
     try:
         for process in processes:
             out, err = process.communicate(timeout=240)
@@ -81,7 +84,7 @@ def ends(folder: Path, how: str) -> list[tuple[int, str, str]]:
     return found
 
 
-@pytest.mark.long(after=1)
+@pytest.mark.long(after=2)
 @pytest.mark.parametrize(
     ("how", "named", "status"),
     [
@@ -89,8 +92,12 @@ def ends(folder: Path, how: str) -> list[tuple[int, str, str]]:
         ("failed", "rank 1 failed with ValueError: a fault of rank 1", 1),
     ],
 )
-def test_the_others_say_who_was_lost_and_leave(tmp_path: Path, how: str, named: str, status: int) -> None:
-    (first, _, said), (second, printed, own) = ends(tmp_path, how)
+@pytest.mark.parametrize("cards", [False, True], ids=["cpus", "simulated cards"])
+def test_the_others_say_who_was_lost_and_leave(
+    request: pytest.FixtureRequest, tmp_path: Path, cards: bool, how: str, named: str, status: int
+) -> None:
+    library = request.getfixturevalue("fake") if cards else ""
+    (first, _, said), (second, printed, own) = ends(tmp_path, how, library)
     late = time.time() - float(printed.split()[1])
     assert (first, second) == (1, status), said + own
     assert f"CommunicationError: {named}" in said
