@@ -27,7 +27,7 @@ from lightning_hetero.comm.compression import (
 from lightning_hetero.comm.failures import deadline
 from lightning_hetero.comm.groups import Groups
 from lightning_hetero.comm.object_collectives import finite
-from lightning_hetero.comm.staging import PIECE, HostStage, pinned
+from lightning_hetero.comm.staging import PIECE, HostStage, no_wait, pinned
 from lightning_hetero.comm.threads import Background, BufferPool
 from lightning_hetero.comm.topology import group_of
 from lightning_hetero.errors import NotFiniteError
@@ -62,7 +62,7 @@ class Contribution:
     wire: str = "fp32"
     payload: float = math.nan
     feedback: Feedback | None = None
-    copied: Callable[[], object] = bool
+    copied: Callable[[], object] = no_wait
 
 
 class Average(NamedTuple):

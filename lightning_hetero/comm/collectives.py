@@ -67,7 +67,7 @@ class Collectives:
         waiting: gives a block of which the time counts as waiting, not as this rank's work.
         alone: whether there is nobody to meet, so that a collective returns what it was given.
         loss_counts: whether this rank's loss has a part in the gradient; asked in a backward pass.
-        on_devices: gives the group of all ranks' accelerators, if a library connects them.
+        on_devices: gives the group of all ranks' accelerators for tensors on a device, if a library connects them.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class Collectives:
         waiting: Callable[[], AbstractContextManager[None]],
         alone: Callable[[], bool],
         loss_counts: Callable[[], bool],
-        on_devices: Callable[[], dist.ProcessGroup | None] = lambda: None,
+        on_devices: Callable[[torch.device], dist.ProcessGroup | None] = lambda device: None,
     ) -> None:
         self.alone, self._waiting, self._loss_counts = alone, waiting, loss_counts
         self._on_devices = on_devices
@@ -200,7 +200,7 @@ class Collectives:
         wide = torch.promote_types(tensor.dtype, torch.float32) if tensor.is_floating_point() else torch.float64
         what = f"reduce {self._logged or 'a tensor'}"
         logged = mean and self._logged and tensor.is_floating_point() and group in (None, dist.group.WORLD)
-        if logged and (devices := self._on_devices()) is not None:
+        if logged and (devices := self._on_devices(tensor.device)) is not None:
             found = self._mean_on_devices(tensor.detach().to(wide).reshape(-1), what, devices)
             return found.to(tensor.dtype).reshape(tensor.shape)
         value = tensor.detach().to("cpu", wide if mean else tensor.dtype, copy=True).reshape(-1)

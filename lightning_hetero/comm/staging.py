@@ -12,6 +12,10 @@ from torch import Tensor
 PIECE = 4 << 20  # bytes that are copied, and sent, at a time: while one piece travels, the next one is copied
 
 
+def no_wait() -> None:
+    """For where a function that waits for a copy is asked for, and there is none under way."""
+
+
 @contextmanager
 def as_vector(tensor: Tensor) -> Iterator[Tensor]:
     """The values of a dense tensor as a vector, in the order of its indices whatever its memory format is.
@@ -84,7 +88,7 @@ class HostStage:
             for tensor, place in pairs:
                 place.copy_(tensor.detach().reshape(-1), non_blocking=self.has_streams)
             self._copied = self.ready()
-        return bool if self._copied is None else self._copied.synchronize
+        return no_wait if self._copied is None else self._copied.synchronize
 
     def before_overwrite(self) -> None:
         """Let what the device is told to do from now on begin after the copies of :meth:`copy_beside`."""

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_hetero.comm.retry import collective
-from lightning_hetero.comm.staging import pinned, stage_of
+from lightning_hetero.comm.staging import no_wait, pinned, stage_of
 
 #: Cuts a model into fragments; see :class:`Replica`.
 Partition = Callable[[nn.Module, Mapping[str, int]], Callable[[str], int]]
@@ -197,7 +197,7 @@ class Replica:
             The vectors, and a function that waits until they hold the values, on any thread.
         """
         if self._device.type == "cpu":
-            return self.pack(out), bool
+            return self.pack(out), no_wait
         if self._settle is not None:
             self._settle()
         stage, beside = stage_of(self._device), list[tuple[Tensor, Tensor]]()

@@ -272,8 +272,8 @@ class JobStrategy(DDPStrategy):
         """Whether all ranks have been asked to stop, have saved, and end."""
         return self.stop_request is not None and self.stop_request.all_stop
 
-    def _devices_of_all(self) -> dist.ProcessGroup | None:
-        return self.job.devices_of_all()
+    def _devices_of_all(self, device: torch.device) -> dist.ProcessGroup | None:
+        return self.job.devices_of_all() if device == self.root_device else None
 
     def _loss_counts(self) -> bool:
         """Whether this rank's samples have a part in the gradient of the running step."""

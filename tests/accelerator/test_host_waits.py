@@ -191,6 +191,8 @@ class Synced(Plain):
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         loss = super().training_step(batch, batch_idx)
         self.log_dict({"first": loss, "second": loss}, sync_dist=True)
+        if batch_idx == 0:
+            self.log("on the host", torch.ones(()), sync_dist=True)  # which no library of devices takes
         return loss
 
 
