@@ -6,6 +6,7 @@ import time
 import warnings
 from typing import Any
 
+import fake_device
 import fake_nccl
 import lightning.pytorch as pl
 import pytest
@@ -38,6 +39,7 @@ class Losing(Net):
 def fit(name: str, slow: str = "", module: type[Net] = Net, **options: Any) -> tuple[torch.Tensor, int, str]:
     """Weights; sums over the fake NCCL; what was said about the route."""
     warnings.filterwarnings("ignore", "Ranks .* share ")
+    accelerator = fake_device.load_if_given()
     fake_nccl.install()
     all_reduce.PIECE = 64  # several pieces
     sums, said, usual = 0, list[str](), dist.all_reduce
@@ -54,9 +56,9 @@ def fit(name: str, slow: str = "", module: type[Net] = Net, **options: Any) -> t
     dist.all_reduce = counted
     model = module()
     strategy = STRATEGIES[name](balance="off", timeout=60, **options)
-    settings = {**FAST, "devices": 1, "num_nodes": int(os.environ["WORLD_SIZE"])}
+    settings = {**FAST, "accelerator": accelerator, "devices": 1, "num_nodes": int(os.environ["WORLD_SIZE"])}
     pl.Trainer(strategy=strategy, max_steps=6, **settings).fit(model, DataLoader(dataset(96), batch_size=4))
-    return parameters(model), sums, " ".join(said)
+    return parameters(model).cpu(), sums, " ".join(said)
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
@@ -68,6 +70,14 @@ def test_means_are_those_of_gloo(name: str) -> None:
         assert not said  # nobody has asked which is faster
     if name != "bf16":  # at a wire of 16 bits partial sums are rounded by the hosts
         assert all(sums >= 3 for _, sums, _ in cards)
+
+
+def test_means_are_those_of_gloo_on_simulated_cards(fake: str) -> None:
+    env = {"FAKE_LIBRARY": fake, "FAKE_GLOO": "stage"}
+    hosts, cards = (run(fit, 2, "node", nodes=[1, 1], between=between, env=env) for between in ("gloo", "nccl"))
+    for (weights, none, _), (over_nccl, sums, _) in zip(hosts, cards, strict=True):
+        assert torch.equal(weights, over_nccl)
+        assert (none, sums >= 3) == (0, True)
 
 
 @pytest.mark.parametrize(("slow", "route"), [("nccl", "gloo"), ("gloo", "NCCL")])
