@@ -334,7 +334,7 @@ class Averager(Stateful, ABC):
                 "arrive(self, pending, step), which applies an exchange when it has passed. Add one."
             )
         self.replica, self.links, self._optimizers, self.run = replica, links, optimizers, run or FitInfo()
-        # Memory for the next exchange, if there is some: for this replica's values, and for the mean.
+        # Memory for the next exchange, empty where something else uses it: for this replica's values, and the mean.
         self._packed = replica.pack()
         self._spare: list[Tensor] = []
         start(self)
@@ -386,7 +386,7 @@ class Averager(Stateful, ABC):
         Returns:
             The mean, in memory that the next call will overwrite unless :meth:`adopt` has made it the reference.
         """
-        self._packed = self.replica.pack(self._packed)
+        self._packed = self.replica.pack(self._packed or None)
         self._spare = self._spare or [memory_like(old) for old in self.reference]
         samples = context.samples_per_replica
         return self.links.average(self._packed, samples, self.reference, self._spare, payload=payload)

@@ -175,7 +175,7 @@ class DASOAverager(LowBitAverager):
             self.schedule.observe_loss(loss)
 
     def _begin(self, context: StepContext) -> None:
-        self._sent, copied = self.replica.snapshot(self._packed)
+        self._sent, copied = self.replica.snapshot(self._packed or None)
         out = self._spare or [memory_like(old) for old in self.reference]
         self._packed, self._spare = [], []  # their memory is in use until the mean is there
         weights = context.samples_per_replica

@@ -200,7 +200,7 @@ class EAMSGDAverager(ElasticAverager):
     @override
     @torch.no_grad()
     def position(self, out: Sequence[Tensor]) -> list[Tensor]:
-        y = self._packed = self.replica.pack(self._packed)
+        y = self._packed = self.replica.pack(self._packed or None)
         pairs = [(optimizer, group) for optimizer in self.optimizers for group in optimizer.param_groups]
         for optimizer, group in pairs:
             for p in group["params"]:

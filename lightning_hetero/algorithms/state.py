@@ -265,7 +265,7 @@ class Stateful:
                     f"{title} names a role of state, but does not declare any. Write `{name} = Shared(zeros)`, "
                     "without an annotation; or another role, and another start."
                 )
-            if not is_state and name in annotated and name in states:
+            if not is_state and name in annotated and name in states - cls.of_base:
                 raise ConfigurationError(
                     f"{title} is an option, but a base class has state of that name. Give it another name: `my_{name}`."
                 )

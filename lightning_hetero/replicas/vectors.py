@@ -173,13 +173,13 @@ class Replica:
         """A copy of the values on the host: one vector per dtype, in pinned memory where the model is on a device.
 
         Args:
-            out: where to write them: vectors that an earlier call has returned, or the first of these. None, or an
-                empty list: new memory.
+            out: where to write them: vectors that an earlier call has returned, or the first of these. Default: new
+                memory.
             flat: makes a vector of tensors. Default: :func:`flatten`.
         """
         if self._settle is not None:
             self._settle()
-        if not out:
+        if out is None:
             return [(flat or flatten)(group) for group in self._groups]
         return [flatten(group, old) for group, old in zip(self._groups, out, strict=False)]
 
@@ -202,7 +202,8 @@ class Replica:
             self._settle()
         stage, beside = stage_of(self._device), list[tuple[Tensor, Tensor]]()
         sizes = [[value.numel() for value in group] for group in self._groups]
-        out = out or [pinned(sum(own), group[0].dtype) for own, group in zip(sizes, self._groups, strict=True)]
+        if out is None:
+            out = [pinned(sum(own), group[0].dtype) for own, group in zip(sizes, self._groups, strict=True)]
         for group, flat, own in zip(self._groups, out, sizes, strict=False):
             for value, place in zip(group, flat.split(own), strict=True):
                 if id(value) in self._buffers:
