@@ -195,15 +195,16 @@ def _waits_and_memory(here: Devices) -> Iterator[Row]:
     names = [entry.name for entry in ENTRIES]
     while names:  # all in one pair of processes, unless one of them ends it
         ranks = run("device", here, 2, *names)
-        for report in ranks[0].reports:
+        done = min(len(rank.reports) for rank in ranks)
+        for report in ranks[0].reports[:done]:
             found = (
                 f"{report['waits']:g} waits in a step without an exchange; {report['held']:.1f} bytes per parameter "
                 f"stay beyond parameters, gradients and momentum, {report['most']:.1f} at most"
             )
             yield Row(report["name"], "ok" if report["waits"] == 0 else "warning", found)
-        names = names[len(ranks[0].reports) :]
-        if names and (bad := _problem(ranks)) is not None:
-            yield Row(names.pop(0), "FAILED", bad)
+        names = names[done:]
+        if (bad := _problem(ranks)) is not None:
+            yield Row(names.pop(0) if names else "the end of the fits", "FAILED", bad)
 
 
 def _stopwatch(here: Devices) -> Iterator[Row]:

@@ -1,5 +1,6 @@
 """Interface of an algorithm between replicas: the averager, its traits, and what it is given and returns at a step."""
 
+import dis
 import logging
 import math
 import time
@@ -498,11 +499,13 @@ class Averager(Stateful, ABC):
 
 def clock_in(function: Any) -> str | None:
     """The name of a function of the module ``time`` that a function calls; ``None``: it is seen to call none."""
-    code, known = getattr(function, "__code__", None), getattr(function, "__globals__", {})
-    for name in code.co_names if code is not None else ():
-        value = known.get(name)
+    if not hasattr(function, "__code__"):
+        return None
+    names = {step.argval for step in dis.get_instructions(function) if step.opname == "LOAD_GLOBAL"}
+    for name in sorted(names & function.__globals__.keys()):
+        value = function.__globals__[name]
         if value is time or (callable(value) and getattr(time, name, None) is value):
-            return f"time.{name}" if value is not time else "time"
+            return "time" if value is time else f"time.{name}"
     return None
 
 

@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 from lightning_utilities.core.rank_zero import rank_zero_warn
@@ -459,10 +459,17 @@ class Engine:
             self._due = self.averager.due(self.context(epoch_ends)._replace(step=self.windows + 1))
         return batch % self._report_every == 0 if self.view.count == 1 else self._due
 
-    def before_overwrite(self) -> None:
-        """The device is about to be told to change the model's values, of which a copy may be under way."""
-        if self.averager is not None:
-            self.averager.replica.before_overwrite()
+    def before_overwrite(self, after_backward: bool = False) -> None:
+        """The device is about to be told to change the model's values, of which a copy may be under way.
+
+        Args:
+            after_backward: whether a backward pass has ended.
+        """
+        if self.averager is None:
+            return
+        replica, timer = self.averager.replica, self._accounting.timer
+        with timer.waiting(exchange=True) if replica.copies else nullcontext():
+            replica.before_overwrite(after_backward)
 
     def take_loss(self, loss: Tensor) -> None:
         """Take in the loss of a batch, the mean over its samples."""

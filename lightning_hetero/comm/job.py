@@ -136,10 +136,13 @@ class Job:
         return self._mixed
 
     def devices_of_all(self) -> dist.ProcessGroup | None:
-        """The group in which the ranks of a single replica average gradients, if all have GPUs that NCCL connects."""
+        """A group of all ranks for values that are logged, if all have GPUs that NCCL connects, in a single replica.
+
+        It is not that of the gradients: a rank that logs one value more than others would mix both up.
+        """
         ranks = self.view.replica.ranks
         connected = self.view.count == 1 and self.view.topology.backend(ranks) == "nccl"
-        return self.data_group() if connected else None
+        return self.groups.get("logged values", ranks, "nccl") if connected else None
 
     def on_devices(self, between: Between, device: torch.device) -> DeviceAllReduce | None:
         """All-reduce over one GPU of each replica; ``None``: there is none (collective over all ranks).

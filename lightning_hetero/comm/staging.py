@@ -90,6 +90,11 @@ class HostStage:
             self._copied = self.ready()
         return no_wait if self._copied is None else self._copied.synchronize
 
+    @property
+    def copies(self) -> bool:
+        """Whether copies of :meth:`copy_beside` may be under way."""
+        return self._copied is not None
+
     def before_overwrite(self) -> None:
         """Let what the device is told to do from now on begin after the copies of :meth:`copy_beside`."""
         copied, self._copied = self._copied, None

@@ -10,6 +10,7 @@ from operator import itemgetter
 
 import torch
 import torch.distributed as dist
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
 from lightning_hetero.comm.retry import collective
@@ -17,6 +18,32 @@ from lightning_hetero.comm.staging import no_wait, pinned, stage_of
 
 #: Cuts a model into fragments; see :class:`Replica`.
 Partition = Callable[[nn.Module, Mapping[str, int]], Callable[[str], int]]
+
+
+class InPlaceChanges:
+    """Learns whether parameters change in place between a snapshot and the end of the next backward pass."""
+
+    def __init__(self) -> None:
+        self._happen: bool | None = None  # None: nobody knows yet
+        self._versions: list[tuple[Tensor, int]] = []
+
+    def watch(self, parameters: Sequence[Tensor]) -> bool:
+        """Watch parameters from now on; whether none is known to change."""
+        self._versions += [(parameter, parameter._version) for parameter in parameters]
+        return self._happen is False
+
+    def end(self, after_backward: bool) -> None:
+        """Look at them; or forget them, if they were written for other reasons than a forward or backward pass."""
+        versions, self._versions = self._versions, []
+        if not after_backward or not versions:
+            return
+        changed = any(parameter._version != version for parameter, version in versions)
+        if changed and self._happen is False:
+            rank_zero_warn(
+                "A parameter has changed in place before a backward pass has ended, while its values were copied for "
+                "an exchange: older and newer ones may have travelled. From now on the host waits for these copies."
+            )
+        self._happen = changed or bool(self._happen)
 
 
 class Replica:
@@ -70,6 +97,7 @@ class Replica:
         self._fragments = [fragment for fragment, _ in vectors]
         self._groups = [*map(groups[False].__getitem__, vectors), *groups[True].values()]
         self._buffers = {id(buffer) for buffer in taken}
+        self._in_place = InPlaceChanges()
         self._device = next((value.device for group in self._groups for value in group), torch.device("cpu"))
 
     @property
@@ -188,7 +216,9 @@ class Replica:
         """Begin a copy as :meth:`pack` makes it, for which the host does not wait.
 
         Parameters are copied beside the next forward and backward pass; the device changes them only afterwards, if
-        :meth:`before_overwrite` is called before. Buffers, which a forward pass changes, are copied first.
+        :meth:`before_overwrite` is called before. Buffers, which a forward pass changes, are copied first. The first
+        snapshot is awaited, and so are all if parameters change in place before that: values of two moments would
+        travel.
 
         Args:
             out: as for :meth:`pack`.
@@ -198,9 +228,13 @@ class Replica:
         """
         if self._device.type == "cpu":
             return self.pack(out), no_wait
+        parameters = [value for group in self._groups for value in group if id(value) not in self._buffers]
+        beside = self._in_place.watch(parameters)
+        if not beside:
+            return self.pack(out), no_wait
         if self._settle is not None:
             self._settle()
-        stage, beside = stage_of(self._device), list[tuple[Tensor, Tensor]]()
+        stage, pairs = stage_of(self._device), list[tuple[Tensor, Tensor]]()
         sizes = [[value.numel() for value in group] for group in self._groups]
         if out is None:
             out = [pinned(sum(own), group[0].dtype) for own, group in zip(sizes, self._groups, strict=True)]
@@ -209,12 +243,22 @@ class Replica:
                 if id(value) in self._buffers:
                     place.copy_(value.reshape(-1), non_blocking=stage.has_streams)
                 else:
-                    beside.append((value, place))
-        return list(out), stage.copy_beside(beside)
+                    pairs.append((value, place))
+        return list(out), stage.copy_beside(pairs)
 
-    def before_overwrite(self) -> None:
-        """Let the device change values only after the copies of :meth:`snapshot`, without waiting for them here."""
+    @property
+    def copies(self) -> bool:
+        """Whether copies of :meth:`snapshot` may be under way."""
+        return self._device.type != "cpu" and stage_of(self._device).copies
+
+    def before_overwrite(self, after_backward: bool = False) -> None:
+        """Let the device change values only after the copies of :meth:`snapshot`, without waiting for them here.
+
+        Args:
+            after_backward: whether a backward pass has ended, and nothing but a training step came since the snapshot.
+        """
         if self._device.type != "cpu":
+            self._in_place.end(after_backward)
             stage_of(self._device).before_overwrite()
 
     def _pieces(self, flats: Sequence[Tensor]) -> Iterator[tuple[list[Tensor], list[Tensor]]]:

@@ -187,7 +187,7 @@ class TrainingStep:
         if self._loss is not None:  # once, also where the step is repeated
             self._engine.take_loss(self._loss)
         self._weight = self._loss = None
-        self._engine.before_overwrite()  # before hooks, which may do so
+        self._engine.before_overwrite(after_backward=True)  # before hooks, which may do so
         self._finite.check(optimizers, model)
 
     @property

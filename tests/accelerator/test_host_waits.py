@@ -78,15 +78,15 @@ class Plain(MixedNet):
 
 #: By name: how often the host waits for an exchange, and how many exchanges there are in the steps that count. Between
 #: exchanges it does not wait. Where speed decides when replicas exchange, they may do so after any step. Those of DASO
-#: and of `hetero_easgd_overlap` in the background need no wait; that of DASO's cool-down does.
+#: and of `hetero_easgd_overlap` in the background need no wait, but for the first one; DASO's cool-down does.
 BUDGET = {
     "hetero_ddp": (0, 0),
     "hetero_auto": (0, 0),
     "hetero_node": (1, 3),
-    "hetero_daso": (1, 1),
+    "hetero_daso": (1, 2),
     "hetero_easgd": (1, 2),
     "hetero_eamsgd": (2, 2),
-    "hetero_easgd_overlap": (0, 0),
+    "hetero_easgd_overlap": (1, 1),
     "hetero_easgd_round_robin": (1, 2),
     "hetero_easgd_async": (1, 2),
     "hetero_measgd_async": (1, 2),

@@ -1,5 +1,6 @@
 """What runs behind the host, in simulated time: the stopwatch, and copies between device and host that overlap."""
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -123,7 +124,8 @@ def copied_beside(mutant: str) -> dict[str, Any]:
     """Values are copied in 4 ms beside a forward pass of 3 ms; then an optimizer changes them, in 1 ms."""
     model = torch.nn.BatchNorm1d(4 * ELEMENTS).to("fake")
     replica = Replica(model)
-    memory = replica.pack()
+    memory, _ = replica.snapshot()
+    replica.before_overwrite(after_backward=True)  # it has learned that nothing changes meanwhile
     for vector in memory:
         vector.zero_()
     size = 4 * sum(len(vector) for vector in memory)
@@ -132,7 +134,7 @@ def copied_beside(mutant: str) -> dict[str, Any]:
     torch.fake.cost("aten::neg", 1 * MS)
     torch.fake.synchronize()
     if mutant == "no event":
-        Replica.before_overwrite = lambda self: None
+        Replica.before_overwrite = lambda self, after_backward=False: None
     if mutant == "pack":
         Replica.snapshot = lambda self, out: (self.pack(out), lambda: None)
     began = torch.fake.now()
@@ -180,12 +182,13 @@ def test_the_control_a_copy_that_is_awaited_holds_host_and_device_up(on_device):
 def copied_late(mutant: str) -> float:
     """When the device is done, if the forward pass is shorter than the copy: 1 ms."""
     replica = Replica(model := torch.nn.Linear(ELEMENTS, 1, bias=False).to("fake"))
-    memory = replica.pack()
+    memory, _ = replica.snapshot()
+    replica.before_overwrite(after_backward=True)
     torch.fake.cost("copy", 4 * MS / (4 * ELEMENTS))
     torch.fake.cost("aten::mul", 1 * MS)
     torch.fake.cost("aten::neg", 1 * MS)
     if mutant == "no event":
-        Replica.before_overwrite = lambda self: None
+        Replica.before_overwrite = lambda self, after_backward=False: None
     torch.fake.synchronize()
     began = torch.fake.now()
     replica.snapshot(memory)
@@ -194,3 +197,33 @@ def copied_late(mutant: str) -> float:
     model.weight.detach().neg()
     torch.fake.synchronize()
     return torch.fake.now() - began
+
+
+def awaited(changes: str) -> list[float]:
+    """How long the host waits for each of four snapshots of 4 ms, with a forward pass after each."""
+    warnings.simplefilter("ignore")
+    replica = Replica(model := torch.nn.Linear(ELEMENTS, 1, bias=False).to("fake"))
+    memory, waits = replica.pack(), []
+    torch.fake.cost("copy", 4 * MS / (4 * ELEMENTS))
+    for number in range(4):
+        torch.fake.synchronize()
+        began = torch.fake.now()
+        replica.snapshot(memory)
+        waits.append(torch.fake.now() - began)
+        if changes == "always" or (changes == "later" and number == 2):
+            model.weight.detach().mul_(1.0)  # as Embedding(max_norm=...) does in a forward pass
+        if changes == "evaluation":
+            replica.before_overwrite()
+            model.weight.detach().mul_(1.0)
+        replica.before_overwrite(after_backward=True)
+        model.weight.detach().neg_()
+    return waits
+
+
+@pytest.mark.parametrize(
+    ("changes", "waits"),
+    [("never", [4, 0, 0, 0]), ("always", [4, 4, 4, 4]), ("later", [4, 0, 0, 4]), ("evaluation", [4, 4, 4, 4])],
+)
+def test_snapshots_are_awaited_where_parameters_change_in_place(on_device, changes, waits):
+    """Else values from before and after would travel, and ranks of a replica take other ones each."""
+    assert on_device(awaited, changes) == pytest.approx([wait * MS for wait in waits])

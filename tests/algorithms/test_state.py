@@ -270,8 +270,10 @@ def test_an_exchange_that_depends_on_a_local_clock_is_refused() -> None:
                 return perf_counter() > 1
 
     class BySteps(Everything):
+        time = 60  # not that of a clock
+
         def due(self, context: StepContext) -> bool:
-            return context.step % 60 == 0
+            return context.step % self.time == 0
 
 
 def test_tensors_without_a_role_are_refused_at_the_exchange_that_makes_them() -> None:

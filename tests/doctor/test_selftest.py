@@ -120,3 +120,29 @@ def test_slices_and_full_gpus_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     assert rows["device 2"].verdict == "warning"
     assert "90% in use: other processes use it" in rows["device 2"].found
     assert rows["device 3"] == Row("device 3", "FAILED", "A100: CUDA error: out of memory")
+
+
+def outcome(strategies: list[str], status: int = 0) -> selftest.RankOutcome:
+    reports = [{"name": name, "waits": 0, "held": 0.0, "most": 0.0} for name in strategies]
+    return selftest.RankOutcome(reports, status, "RuntimeError: it broke\n", 1.0)
+
+
+@pytest.mark.parametrize("reported", [0, 3, len(selftest.ENTRIES) - 1, len(selftest.ENTRIES)])
+def test_a_strategy_that_breaks_on_any_rank_is_a_row_and_the_others_go_on(
+    monkeypatch: pytest.MonkeyPatch, reported: int
+) -> None:
+    """Rank 1 breaks once, perhaps at the very end; rank 0 may have come further."""
+    names, calls = [entry.name for entry in selftest.ENTRIES], list[tuple[str, ...]]()
+
+    def run(part: str, here: Devices, world: int, *given: str) -> list[selftest.RankOutcome]:
+        calls.append(given)
+        if len(calls) > 1:
+            return [outcome(list(given))] * 2
+        return [outcome(names[: reported + 1]), outcome(names[:reported], status=1)]
+
+    monkeypatch.setattr(selftest, "run", run)
+    rows = list(selftest._waits_and_memory(Devices("cuda", 1, 2)))
+    failed = [row.check for row in rows if row.verdict == "FAILED"]
+    assert failed == [names[reported] if reported < len(names) else "the end of the fits"]
+    assert [row.check for row in rows if row.verdict == "ok"] == [name for name in names if name not in failed]
+    assert len(calls) == (2 if reported < len(names) - 1 else 1)
