@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from copy import copy
 from fnmatch import fnmatchcase
 from functools import partial
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,9 @@ from lightning_hetero.comm.staging import no_wait, pinned, stage_of
 Partition = Callable[[nn.Module, Mapping[str, int]], Callable[[str], int]]
 
 
+_changes = attrgetter("_version")  # how often a tensor has changed in place, as autograd counts
+
+
 class InPlaceChanges:
     """Learns whether parameters change in place between a snapshot and the end of the next backward pass."""
 
@@ -29,7 +32,7 @@ class InPlaceChanges:
 
     def watch(self, parameters: Sequence[Tensor]) -> bool:
         """Watch parameters from now on; whether none is known to change."""
-        self._versions += [(parameter, parameter._version) for parameter in parameters]
+        self._versions += [(parameter, _changes(parameter)) for parameter in parameters]
         return self._happen is False
 
     def end(self, after_backward: bool) -> None:
@@ -37,7 +40,7 @@ class InPlaceChanges:
         versions, self._versions = self._versions, []
         if not after_backward or not versions:
             return
-        changed = any(parameter._version != version for parameter, version in versions)
+        changed = any(_changes(parameter) != version for parameter, version in versions)
         if changed and self._happen is False:
             rank_zero_warn(
                 "A parameter has changed in place before a backward pass has ended, while its values were copied for "
