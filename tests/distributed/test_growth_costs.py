@@ -85,7 +85,7 @@ def _memory_of_a_join(strategy: str, options: dict[str, Any], file: str) -> tupl
 def test_a_join_takes_the_memory_of_two_models_at_most(strategy: str, options: dict[str, Any], tmp_path: Path) -> None:
     outcomes = grow(2, 1, _memory_of_a_join, strategy, {"balance": "off", **options}, str(tmp_path / "job"))
     found = values(outcomes)
-    assert max(peak for peak, _ in found) < 1.5
+    assert max(peak for peak, _ in found) < 2.2
     assert max(kept for _, kept in found) < 0.3  # nobody keeps the checkpoint
 
 
