@@ -172,7 +172,7 @@ class FitInfo:
             the training data up, so ask only if you need to know.
         fast_dev_run: whether this is the Trainer's trial of a few batches.
         step_seconds: gives the median seconds of this rank's latest optimizer steps, without exchanges between
-            replicas, by the clock of its device; NaN before the first.
+            replicas, measured on its device; NaN before the first.
 
     Example::
 

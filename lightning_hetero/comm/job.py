@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -140,9 +141,12 @@ class Job:
 
         It is not that of the gradients: a rank that logs one value more than others would mix both up.
         """
-        ranks = self.view.replica.ranks
-        connected = self.view.count == 1 and self.view.topology.backend(ranks) == "nccl"
-        return self.groups.get("logged values", ranks, "nccl") if connected else None
+        return self.groups.get("logged values", self.view.replica.ranks, "nccl") if self._connects_all else None
+
+    @cached_property
+    def _connects_all(self) -> bool:
+        """Whether NCCL connects all ranks, in a single replica; asked for each value that is logged."""
+        return self.view.count == 1 and self.view.topology.backend(self.view.replica.ranks) == "nccl"
 
     def on_devices(self, between: Between, device: torch.device) -> DeviceAllReduce | None:
         """All-reduce over one GPU of each replica; ``None``: there is none (collective over all ranks).

@@ -158,9 +158,8 @@ def memory_like(vector: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         dtype: of the memory. Default: the vector's.
     """
     dtype = dtype or vector.dtype
-    if (
-        torch.cuda.is_available() and not torch.cuda.is_initialized()
-    ):  # to ask would begin CUDA, on a rank that has none
+    # To ask whether the vector is pinned would begin CUDA, on a rank that computes on its CPU.
+    if torch.cuda.is_available() and not torch.cuda.is_initialized():
         return torch.empty(len(vector), dtype=dtype)
     return pinned(len(vector), dtype) if vector.is_pinned() else torch.empty(len(vector), dtype=dtype)
 

@@ -220,8 +220,8 @@ class Replica:
 
         Parameters are copied beside the next forward and backward pass; the device changes them only afterwards, if
         :meth:`before_overwrite` is called before. Buffers, which a forward pass changes, are copied first. The first
-        snapshot is awaited, and so are all if parameters change in place before that: values of two moments would
-        travel.
+        snapshot is awaited, and so is one into new memory. All are if parameters change in place before that: values of
+        two moments would travel.
 
         Args:
             out: as for :meth:`pack`.
@@ -233,14 +233,12 @@ class Replica:
             return self.pack(out), no_wait
         parameters = [value for group in self._groups for value in group if id(value) not in self._buffers]
         beside = self._in_place.watch(parameters)
-        if not beside:
+        if out is None or not beside:
             return self.pack(out), no_wait
         if self._settle is not None:
             self._settle()
         stage, pairs = stage_of(self._device), list[tuple[Tensor, Tensor]]()
         sizes = [[value.numel() for value in group] for group in self._groups]
-        if out is None:
-            out = [pinned(sum(own), group[0].dtype) for own, group in zip(sizes, self._groups, strict=True)]
         for group, flat, own in zip(self._groups, out, sizes, strict=False):
             for value, place in zip(group, flat.split(own), strict=True):
                 if id(value) in self._buffers:
