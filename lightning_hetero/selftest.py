@@ -423,7 +423,7 @@ def _on_device(kind: str, *names: str) -> None:
     for name in names:
         module = _Module(width=1024, depth=8, nesterov=name == "hetero_eamsgd")
         options = {} if name in ("hetero_ddp", "hetero_auto") else {"ranks_per_node": 1}
-        _Module(width=1024, depth=1).to(kind)(torch.randn(BATCH, 1024, device=kind)).sum().backward()
+        _Module(width=1024, depth=1).net.to(kind)(torch.randn(BATCH, 1024, device=kind)).sum().backward()
         gc.collect()
         torch.cuda.empty_cache()
         before = torch.cuda.memory_allocated()  # cuBLAS' workspaces, and what is left of the fits before

@@ -1,5 +1,7 @@
 """``lightning-hetero doctor --selftest``: rows on CPUs, and of GPUs that are unlike, full or sliced."""
 
+import json
+import os
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -146,3 +148,21 @@ def test_a_strategy_that_breaks_on_any_rank_is_a_row_and_the_others_go_on(
     assert failed == [names[reported] if reported < len(names) else "the end of the fits"]
     assert [row.check for row in rows if row.verdict == "ok"] == [name for name in names if name not in failed]
     assert len(calls) == (2 if reported < len(names) - 1 else 1)
+
+
+def test_the_part_that_counts_on_a_gpu_runs() -> None:
+    code = """
+import torch, warnings
+from lightning_hetero import selftest
+for name in ("set_sync_debug_mode", "empty_cache", "reset_peak_memory_stats"):
+    setattr(torch.cuda, name, lambda *_: None)
+torch.cuda.memory_allocated = torch.cuda.max_memory_allocated = lambda: 0
+warnings.simplefilter("ignore")
+selftest._on_device("cpu", "hetero_ddp", "hetero_daso")
+"""
+    env = {**os.environ, "WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+    env |= {"MASTER_PORT": "0", "LOCAL_WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": "selftest"}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120)
+    found = [json.loads(line[len(selftest.MARK) :]) for line in done.stdout.splitlines() if selftest.MARK in line]
+    assert [report["name"] for report in found] == ["hetero_ddp", "hetero_daso"], done.stderr
+    assert all(report["waits"] == 0 for report in found)
