@@ -14,6 +14,7 @@ from lightning.fabric.utilities.data import _auto_add_worker_init_fn as add_work
 from lightning.fabric.utilities.data import has_iterable_dataset
 from lightning.fabric.utilities.distributed import _init_dist_connection as init_dist_connection
 from lightning.fabric.utilities.distributed import _set_num_threads_if_needed as set_num_threads_if_needed
+from lightning.fabric.utilities.init import _materialize_distributed_module
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loops.fetchers import _DataFetcherWrapper as DataFetcherWrapper
 from lightning.pytorch.loops.optimization.automatic import ClosureResult
@@ -56,6 +57,16 @@ def comm_hook(ddp: DDPStrategy) -> tuple[Any, Callable[..., Any]] | None:
     if hook is None:
         return None
     return ddp._ddp_comm_state, hook if wrapper is None else wrapper(hook)
+
+
+def lend_mesh(module: "pl.LightningModule", mesh: Any) -> None:
+    """Let ``self.device_mesh`` of a module be a mesh, or ``None``."""
+    module._device_mesh = mesh
+
+
+def materialize(module: "pl.LightningModule", device: torch.device) -> None:
+    """Give memory and initial values to what has been made on the meta device."""
+    _materialize_distributed_module(module, device)
 
 
 def trainer_of(module: "pl.LightningModule | None") -> "pl.Trainer | None":

@@ -103,7 +103,8 @@ class CenteredAverager(Averager):
         if first == len(self.reference):  # nothing stays excluded
             return self.last_center
         excluded = self.replica.pack()[first:]
-        mean = self.links.average(excluded, context.samples_per_replica, self.reference[first:]).mean
+        own, vectors = self.reference[first:], slice(first, None)
+        mean = self.links.average(excluded, context.samples_per_replica, own, vectors=vectors).mean
         return [*self.last_center, *mean]
 
     @override

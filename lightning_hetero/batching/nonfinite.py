@@ -16,6 +16,7 @@ from lightning_hetero.comm.agreement import gather
 from lightning_hetero.comm.failures import deadline
 from lightning_hetero.comm.staging import pinned, stage_of
 from lightning_hetero.errors import NotFiniteError
+from lightning_hetero.replicas.sharding import ReduceScatter, local
 
 OnNaN = Literal["error", "skip", "ignore"]
 #: Optimizers whose fused form can leave a step out on the device, if it is told to.
@@ -43,7 +44,7 @@ class DeviceFlags(NamedTuple):
 class NonFiniteGuard:
     """Guard that finds, before the ranks that average gradients step, that the loss or gradient of one is not finite.
 
-    It costs no message. A loss that is not finite makes all gradients of its rank NaN. Averaging spreads these, so that
+    It costs no message, but for a flag where gradients are averaged into shards. A loss that is not finite makes all gradients of its rank NaN. Averaging spreads these, so that
     every rank sees them in what DDP returns. Only then do ranks ask each other who it was. To know, each has looked
     at its own gradients while DDP was averaging them.
 
@@ -57,7 +58,12 @@ class NonFiniteGuard:
         waiting: counts the time in its block as waiting.
         where: says which step this is.
         on_devices: whether all of these ranks compute on an accelerator. Else none may learn of it later than others.
+
+    Attributes:
+        shards: averages gradients into shards, if the model is sharded; each rank then sees a part of them.
     """
+
+    shards: ReduceScatter | None = None
 
     def __init__(
         self,
@@ -187,13 +193,25 @@ class NonFiniteGuard:
             # Not finite now, and finite after the averaging of an earlier backward pass of this step.
             self._own = (gradients_nonfinite(optimizers) > self._spread) | self._own
 
-        if len(self._ranks) > 1 and self._averages(model) and start.requires_grad:
+        if self.shards is None and len(self._ranks) > 1 and self._averages(model) and start.requires_grad:
             after_own_backward(start, look)
+
+    def look(self, gradients: Sequence[Tensor]) -> None:
+        """Look at this rank's own gradients before they are averaged into shards."""
+        if self._active != "ignore":
+            self._own = any_nonfinite(gradients) | self._own
 
     def check(self, optimizers: Sequence[Optimizer], model: nn.Module | None) -> None:
         """Look at the gradients after a backward pass, before hooks of the user, which ranks may have of their own."""
         if self._averages(model):
             self._spread = gradients_nonfinite(optimizers) | self._spread
+            if self.shards is not None:  # others may see it in theirs
+                with self._waiting(), deadline("learn whether gradients are finite"):
+                    self._spread = self.shards.on_any_rank(self._spread)
+
+    def _device_can_leave_out(self, scaled: bool, optimizer: Optimizer) -> bool:
+        by_itself = self._on_devices and self._active == "error" and not scaled and self.shards is None
+        return by_itself and leaves_out_on_device(optimizer)
 
     @contextmanager
     def stepping(self, optimizer: Optimizer) -> Iterator[None]:
@@ -273,7 +291,7 @@ class NonFiniteGuard:
         if self._active == "ignore":
             return False
         self.settle(module)
-        if self._on_devices and self._active == "error" and not scaled and leaves_out_on_device(optimizer):
+        if self._device_can_leave_out(scaled, optimizer):
             self._leave_to_device(module, optimizer)
             return False
         if type(optimizer) in FUSED and not any(g["fused"] or g.get("capturable") for g in optimizer.param_groups):
@@ -375,7 +393,8 @@ def gradients_nonfinite(optimizers: Sequence[Optimizer]) -> bool | Tensor:
 
 def any_nonfinite(gradients: Sequence[Tensor | None]) -> bool | Tensor:
     """Whether an element of some of them is not finite; beyond the CPU a tensor, which nobody awaits."""
-    values = [g._values() if g.is_sparse else g for g in gradients if g is not None and g.numel()]
+    own = [local(g) for g in gradients if g is not None]
+    values = [g._values() if g.is_sparse else g for g in own if g.numel()]
     if not values:
         return False
     if values[0].device.type != "cpu":

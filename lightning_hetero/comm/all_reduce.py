@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import repeat
+from itertools import chain, repeat
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -30,13 +30,25 @@ from lightning_hetero.comm.object_collectives import finite
 from lightning_hetero.comm.staging import PIECE, HostStage, no_wait, pinned
 from lightning_hetero.comm.threads import Background, BufferPool
 from lightning_hetero.comm.topology import group_of
-from lightning_hetero.errors import NotFiniteError
+from lightning_hetero.errors import HeteroError, NotFiniteError
 
 #: Which vectors of an average are computed: the mean; the mean and ``away``; or the difference from the reference.
 AveragePart = Literal["mean", "away", "difference"]
 #: How replicas exchange means for which all of them wait.
 Between = Literal["auto", "nccl", "gloo"]
 CHUNK = 1 << 16  # elements that are worked on at a time, so that several vectors of them fit into a core's cache
+
+
+class Segment(NamedTuple):
+    """Segment of a vector of shards: what a rank exchanges with one rank of each other replica.
+
+    Attributes:
+        column: number of the column of these ranks.
+        length: number of values.
+    """
+
+    column: int
+    length: int
 
 
 @dataclass(frozen=True)
@@ -54,6 +66,7 @@ class Contribution:
             It is updated on all ranks.
         copied: waits until the values are there; called before they are read, where they are averaged in the
             background.
+        vectors: which of the replica's vectors these are, in order.
     """
 
     values: Sequence[Tensor]
@@ -63,6 +76,7 @@ class Contribution:
     payload: float = math.nan
     feedback: Feedback | None = None
     copied: Callable[[], object] = no_wait
+    vectors: slice = field(default_factory=lambda: slice(None))
 
 
 class Average(NamedTuple):
@@ -94,14 +108,16 @@ class Route(NamedTuple):
 
     Attributes:
         across: the exchanging rank of each replica, in the order of replicas; ``None``: there is one replica, or this
-            rank does not exchange.
-        inner: the ranks of this replica; ``None``: there is one.
-        active: the rank of this replica that exchanges.
+            rank does not exchange. With shards all ranks.
+        inner: the ranks of this replica; ``None``: there is one, or each has a shard of its own.
+        active: the rank of this replica that exchanges; with shards this one.
+        columns: with shards, the ranks with which this one exchanges parts of them.
     """
 
     across: dist.ProcessGroup | None
     inner: dist.ProcessGroup | None
     active: int
+    columns: tuple[dist.ProcessGroup | None, ...] = ()
 
 
 class ReplicaAllReduce:
@@ -116,7 +132,14 @@ class ReplicaAllReduce:
         purpose: tells these groups from those of other uses.
         skip: whether replicas that are not finite are left out, instead of raising an error.
         on_devices: sums over the first ranks of all replicas by way of their devices, where it is faster.
+        columns: where each rank has a shard of its replica's values, the ranks with which this one exchanges parts of
+            its own, one of each replica. All ranks exchange at once then.
+
+    Attributes:
+        layout: with several columns, the segments of each vector of the replica.
     """
+
+    layout: Sequence[Sequence[Segment]] | None = None
 
     def __init__(
         self,
@@ -126,7 +149,9 @@ class ReplicaAllReduce:
         purpose: str,
         skip: bool,
         on_devices: "DeviceAllReduce | None" = None,
+        columns: Sequence[Sequence[int]] = (),
     ) -> None:
+        self._columns = columns
         self._rank, self._replicas, self._groups = rank, replicas, groups
         self._purpose, self._skip, self._on_devices = purpose, skip, on_devices
         self._index = group_of(rank, replicas)
@@ -135,6 +160,10 @@ class ReplicaAllReduce:
 
     def route(self, member: int) -> Route:
         """Make the process groups of one member per replica, unless they are there (collective; not on a thread)."""
+        if self._columns:
+            columns = [self._groups.bulk(f"{self._purpose}, column {list(own)}", own) for own in self._columns]
+            everyone = self._groups.get(f"{self._purpose}, distances", sorted(chain(*self._replicas)))
+            return Route(everyone, None, self._rank, tuple(columns))
         members = [ranks[member % len(ranks)] for ranks in self._replicas]
         active, across = members[self._index], None
         if self._rank == active:
@@ -167,16 +196,19 @@ class ReplicaAllReduce:
             raise NotFiniteError([i for i, well in enumerate(healthy.tolist()) if not well])
         counted = parts[healthy].sum().item()
         displacement = (parts[healthy] @ squares[healthy]).item() / counted
-        variance = displacement
+        arrived = 0.0
         for i, (value, old, new) in enumerate(zip(own.values, own.reference, out, strict=True)):
             if self._rank == route.active:
                 total = totals[i] if healthy[self._index] else totals[i].zero_()
-                totals[i] = total if route.across is None else self._sum(route.across, total, own.feedback, i)
+                totals[i] = self._sum_over_replicas(route, total, own, i)
             self._broadcast(totals[i], route)
             for rest in () if own.feedback is None else (own.feedback.sent[i], own.feedback.summed[i]):
                 self._broadcast(rest, route)  # another rank may exchange next time
             origin, from_ = None if want == "difference" else old, value if want == "away" else None
-            variance -= self._arrive(totals[i], origin, new, 1 / counted, from_)
+            arrived += self._arrive(totals[i], origin, new, 1 / counted, from_)
+        if route.columns:  # this rank knows a part of it
+            arrived = _summed(arrived, route.across) / len(self._replicas)
+        variance = displacement - arrived
         mean, difference = ([], list(out)) if want == "difference" else (list(out), [])
         away = list(own.values) if want == "away" else []
         distance = math.sqrt(max(variance, 0.0))
@@ -202,10 +234,31 @@ class ReplicaAllReduce:
             row = torch.tensor([square, own.payload], dtype=torch.float64)
             if route.across is None:
                 table[0] = row
+            elif route.columns:  # of each replica the sum over its shards, and the payload of its leader
+                rows = row.new_empty(sum(map(len, self._replicas)), 2)
+                dist.all_gather(list(rows), row, group=route.across)
+                for i, ranks in enumerate(self._replicas):
+                    table[i, 0], table[i, 1] = rows[list(ranks), 0].sum(), rows[ranks[0], 1]
             else:
                 dist.all_gather(list(table), row, group=route.across)
         self._broadcast(table, route)
         return table
+
+    def _sum_over_replicas(self, route: Route, own: Tensor, part: Contribution, i: int) -> Tensor:
+        """The sum of the ``i``-th vectors of all replicas; ``own`` is overwritten."""
+        if not route.columns:
+            return own if route.across is None else self._sum(route.across, own, part.feedback, i)
+        if self.layout is None:
+            [column] = route.columns
+            return own if column is None else self._sum(column, own, part.feedback, i)
+        total, at = torch.empty_like(own), 0
+        for number, length in self.layout[part.vectors][i]:
+            piece, at, group = slice(at, at + length), at + length, route.columns[number]
+            if length and group is not None:
+                total[piece] = self._sum(group, own[piece], None, i)
+        if at != len(own):
+            raise HeteroError(f"a vector of {len(own)} values was to be exchanged in segments of {at} values together.")
+        return total
 
     def _sum(self, group: dist.ProcessGroup, own: Tensor, feedback: Feedback | None, i: int) -> Tensor:
         """The sum of the ``i``-th vectors; see :func:`sum_over` and :func:`encoded_sum`."""
@@ -256,6 +309,12 @@ class ReplicaAllReduce:
         return square
 
 
+def _summed(value: float, group: dist.ProcessGroup | None) -> float:
+    total = torch.tensor(value, dtype=torch.float64)
+    dist.all_reduce(total, group=group)
+    return total.item()
+
+
 def _dtype(own: Contribution, old: Tensor) -> torch.dtype:
     """Of the differences from a reference that are summed."""
     return torch.float32 if own.feedback is not None else DTYPES.get(own.wire) or old.dtype  # low bits: of one replica
@@ -301,6 +360,8 @@ class ReplicaLinks:
         groups: makes the process groups.
         on_nan: what to do about a replica with values that are not finite: ``"error"`` on every rank, or ``"skip"`` it.
         on_devices: of this rank, if replicas may exchange by way of their devices while they wait for the result.
+        columns: where each rank has a shard of its replica's values, the ranks with which this one exchanges parts of
+            its own. Each rank is the leader for its shard then, and has nothing to tell its replica.
 
     Attributes:
         index: number of this rank's replica.
@@ -317,18 +378,23 @@ class ReplicaLinks:
         groups: Groups,
         on_nan: Literal["error", "skip"] = "error",
         on_devices: "DeviceAllReduce | None" = None,
+        columns: Sequence[Sequence[int]] = (),
     ) -> None:
         skip = on_nan == "skip"
-        self._foreground = ReplicaAllReduce(rank, replicas, groups, "averages", skip, on_devices)
-        self._background = ReplicaAllReduce(rank, replicas, groups, "averages in the background", skip)
-        self._another = partial(ReplicaAllReduce, groups=groups, skip=skip)
+        self._another = partial(ReplicaAllReduce, groups=groups, skip=skip, columns=columns)
+        self._foreground = self._another(rank, replicas, purpose="averages", on_devices=on_devices)
+        self._background = self._another(rank, replicas, purpose="averages in the background")
         self._groups = groups
         self.index, self.count = group_of(rank, replicas), len(replicas)
-        self._rank, self._ranks = rank, replicas[self.index]
+        self._rank, self._ranks = rank, (rank,) if columns else replicas[self.index]
         self.is_leader = rank == self._ranks[0]
-        self.members = max(len(ranks) for ranks in replicas)
+        self.members = 1 if columns else max(len(ranks) for ranks in replicas)
         self.traffic = Traffic()
         self._latest: Exchange | None = None
+
+    def lay_out(self, segments: Sequence[Sequence[Segment]] | None) -> None:
+        """Say how this rank's vectors are divided among its columns; ``None``: it has one, or no shards."""
+        self._foreground.layout = self._background.layout = segments
 
     def gather(self, value: Any) -> list[Any]:
         """One value per rank (collective over all ranks)."""
@@ -363,6 +429,7 @@ class ReplicaLinks:
         reference: Sequence[Tensor],
         out: Sequence[Tensor] | None = None,
         payload: float = math.nan,
+        vectors: slice = slice(None),
     ) -> Average:
         """Weighted mean over replicas, in the vectors' own format (collective over all ranks).
 
@@ -373,11 +440,12 @@ class ReplicaLinks:
                 travels is the difference from it.
             out: where to write the mean; like the reference. Default: new memory.
             payload: a number for the other replicas. The one of the replica's leader counts.
+            vectors: which of the replica's vectors the values are.
 
         Raises:
             NotFiniteError: on every rank, if a replica's values are not finite and it may not be skipped.
         """
-        return self.exchange(Contribution(values, weights, reference, payload=payload), out)
+        return self.exchange(Contribution(values, weights, reference, payload=payload, vectors=vectors), out)
 
     def exchange(self, own: Contribution, out: Sequence[Tensor] | None = None, want: AveragePart = "mean") -> Average:
         """Average over replicas with all options, and wait for the result (collective over all ranks).

@@ -269,7 +269,9 @@ class Groups:
         """
         return cls(timeout, gather(secrets.token_hex(8), "a name for the process groups")[0], sharing)
 
-    def get(self, purpose: str, ranks: Sequence[int], backend: str = "gloo") -> dist.ProcessGroup | None:
+    def get(
+        self, purpose: str, ranks: Sequence[int], backend: str = "gloo", alone: bool = False
+    ) -> dist.ProcessGroup | None:
         """The process group of some ranks for one purpose (collective over these ranks when called first).
 
         Args:
@@ -277,16 +279,17 @@ class Groups:
                 have the same order on all of its members.
             ranks: the members, this rank among them, in the order in which the group numbers them.
             backend: of its collectives.
+            alone: whether to make a group of one rank, too.
 
         Returns:
-            The group, the same at each call. ``None`` for one rank, which has nobody to exchange with. Do not pass that
+            The group, the same at each call. Else ``None`` for one rank, which has nobody to exchange with. Do not pass that
             on to ``torch.distributed``, for which ``None`` means all ranks of the job.
 
         Raises:
             CommunicationError: another member did not ask for the group in time.
             UnsupportedError: a background thread is the first to ask.
         """
-        if len(ranks) == 1:
+        if len(ranks) == 1 and not alone:
             return None
         key = purpose, tuple(ranks)
         if key not in self._groups:

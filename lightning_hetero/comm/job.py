@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_hetero.comm import device_exit, failures
 from lightning_hetero.comm.agreement import check_equal, gather
@@ -30,8 +31,10 @@ from lightning_hetero.comm.groups import (
 from lightning_hetero.comm.threads import Background, record_sockets
 from lightning_hetero.comm.topology import Place, Topology, discover, interface_towards
 from lightning_hetero.comm.view import View
-from lightning_hetero.errors import CommunicationError, MembershipLostError, UnsupportedError
+from lightning_hetero.errors import CommunicationError, MembershipLostError, UnsupportedError, not_none
 
+#: Names of a mesh's dimensions, as Lightning's ``ModelParallelStrategy`` has them.
+DATA, TENSOR = "data_parallel", "tensor_parallel"
 _NEWS = 3.0  # seconds to wait for news of a rank that has ended
 
 
@@ -135,6 +138,28 @@ class Job:
             self._mixed = MixedGroup(self.groups, ranks, topology.islands(ranks), self.view.rank)
             weakref.finalize(self, self._mixed.close).atexit = False
         return self._mixed
+
+    def device_mesh(self, tensor_parallel: int) -> DeviceMesh | None:
+        """The devices of this rank's replica as a mesh, for a model that shards itself (collective over the replica).
+
+        Args:
+            tensor_parallel: number of consecutive ranks that split each layer among them.
+
+        Returns:
+            A mesh with the dimensions ``"data_parallel"`` and ``"tensor_parallel"``; ``None``: no backend connects its
+            devices.
+        """
+        ranks, topology = self.view.replica.ranks, self.view.topology
+        backend = topology.backend(ranks)
+        if backend is None:
+            return None
+        mesh = torch.tensor(ranks).view(-1, tensor_parallel)
+        [[row, column]] = (mesh == self.view.rank).nonzero().tolist()
+        lines = {DATA: mesh[:, column].tolist(), TENSOR: mesh[row].tolist()}
+        found = [self.groups.get(name, line, backend, alone=True) for name, line in lines.items()]
+        groups = [not_none(group, "a group of the mesh") for group in found]
+        device = topology.places[self.view.rank].device.split(":")[0]
+        return DeviceMesh.from_group(groups, device, mesh=mesh, mesh_dim_names=tuple(lines))
 
     def devices_of_all(self) -> dist.ProcessGroup | None:
         """A group of all ranks for values that are logged, if all have GPUs that NCCL connects, in a single replica.

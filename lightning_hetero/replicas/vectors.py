@@ -13,8 +13,11 @@ import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
+from lightning_hetero.comm.all_reduce import Segment
+from lightning_hetero.comm.groups import Groups
 from lightning_hetero.comm.retry import collective
 from lightning_hetero.comm.staging import no_wait, pinned, stage_of
+from lightning_hetero.replicas.sharding import Columns, Cut, is_sharded, local
 
 #: Cuts a model into fragments; see :class:`Replica`.
 Partition = Callable[[nn.Module, Mapping[str, int]], Callable[[str], int]]
@@ -53,7 +56,7 @@ class Replica:
     """The values that replicas exchange: trainable floating parameters, and floating buffers such as BatchNorm's.
 
     Frozen parameters are not exchanged, nor are buffers that are not finite at first, such as masks, which have no
-    mean. Tied parameters are exchanged once.
+    mean. Tied parameters are exchanged once. Of sharded parameters the values are those of this rank's shards.
 
     Args:
         module: the model, on its device.
@@ -67,6 +70,8 @@ class Replica:
 
     Attributes:
         included: number of the vectors that come before those of excluded values.
+        segments: of each vector, the parts that this rank exchanges with different ranks, after :meth:`in_columns`.
+            Else ``None``: it exchanges all with the same ranks.
     """
 
     def __init__(
@@ -86,20 +91,24 @@ class Replica:
             buffers = {name for name, b in module.named_buffers() if b.is_floating_point() and b.isfinite().all()}
         self._exchanged = buffers
         taken = [b for name, b in module.named_buffers() if name in buffers]
-        self._names = {id(value): name for name, value in (*module.named_parameters(), *module.named_buffers())}
-        left = {id(v) for v in parameters + taken if any(fnmatchcase(self._names[id(v)], name) for name in excluded)}
-        sizes = {self._names[id(p)]: p.numel() for p in parameters if id(p) not in left}
+        wholes = {id(value): name for name, value in (*module.named_parameters(), *module.named_buffers())}
+        left = {name for name in wholes.values() if any(fnmatchcase(name, pattern) for pattern in excluded)}
+        sizes = {wholes[id(p)]: p.numel() for p in parameters if wholes[id(p)] not in left}  # alike on all ranks
         fragment_of = cut(module, sizes) if cut else lambda name: 0
         groups: tuple[dict[tuple[int, torch.dtype], list[Tensor]], ...] = {}, {}  # included, excluded
-        for value in parameters + taken:
-            is_excluded = id(value) in left
-            fragment = 0 if is_excluded else fragment_of(self._names[id(value)])
-            groups[is_excluded].setdefault((fragment, value.dtype), []).append(value)
+        self._names: dict[int, str] = {}
+        for whole in parameters + taken:
+            name, value = wholes[id(whole)], local(whole)
+            self._names[id(value)] = name
+            fragment = 0 if name in left else fragment_of(name)
+            groups[name in left].setdefault((fragment, value.dtype), []).append(value)
         vectors = sorted(groups[False], key=itemgetter(0))
         self.included = len(vectors)
         self._fragments = [fragment for fragment, _ in vectors]
         self._groups = [*map(groups[False].__getitem__, vectors), *groups[True].values()]
-        self._buffers = {id(buffer) for buffer in taken}
+        self._buffers = {id(local(buffer)) for buffer in taken}
+        self._pieces_of: Cut | None = None
+        self.segments: list[list[Segment]] | None = None
         self._in_place = InPlaceChanges()
         self._device = next((value.device for group in self._groups for value in group), torch.device("cpu"))
 
@@ -109,10 +118,35 @@ class Replica:
         count = max(self._fragments, default=0) + 1
         return [slice(bisect_left(self._fragments, p), bisect_right(self._fragments, p)) for p in range(count)]
 
+    def in_columns(self, cut: Cut) -> "Replica":
+        """The same values, cut into the pieces that this rank exchanges with different ranks of other replicas.
+
+        Args:
+            cut: of a value's name and its values on this rank, gives the pieces, each with the number of the column of
+                ranks that exchange it.
+        """
+        other = copy(self)
+        other._pieces_of, other._groups, other.segments = cut, [], []
+        other._names, other._buffers = {}, set()
+        for group in self._groups:
+            found = []
+            for value in group:
+                name, is_buffer = self._names[id(value)], id(value) in self._buffers
+                for column, piece, where in cut(name, value):
+                    other._names[id(piece)] = f"{name}{where}"
+                    if is_buffer:
+                        other._buffers.add(id(piece))
+                    found.append((is_buffer, column, piece))
+            found.sort(key=itemgetter(0, 1))  # parameters come first
+            other._groups.append([piece for *_, piece in found])
+            other.segments.append([Segment(column, piece.numel()) for _, column, piece in found])
+        return other
+
     def part(self, vectors: slice) -> "Replica":
         """The same model's replica with some of the vectors only, such as those of a fragment."""
         part = copy(self)
         part._groups, part._fragments = self._groups[vectors], self._fragments[vectors]
+        part.segments = None if self.segments is None else self.segments[vectors]
         part.included = len(part._groups)
         return part
 
@@ -177,16 +211,19 @@ class Replica:
             names: of the parameters, the same on all ranks.
         """
         parameters = dict(self._module.named_parameters())
+        if is_sharded(self._module):
+            return  # nothing has changed them since all began with the same ones
         broadcast_tensors([parameters[name].data for name in names])
 
     def with_current_trainable(self) -> "Replica":
         """The same model's replica with the parameters that are trainable now."""
-        return type(self)(self._module, self._settle, self._excluded, self._exchanged, cut=self._cut)
+        other = type(self)(self._module, self._settle, self._excluded, self._exchanged, cut=self._cut)
+        return other if self._pieces_of is None else other.in_columns(self._pieces_of)
 
     def unexchanged_buffers(self) -> dict[str, Tensor]:
         """Copies of the buffers that are not exchanged, such as counters and masks, by name."""
-        travel = {id(value) for group in self._groups for value in group}
-        return {name: b.detach().cpu().clone() for name, b in self._module.named_buffers() if id(b) not in travel}
+        buffers = self._module.named_buffers()
+        return {name: b.detach().cpu().clone() for name, b in buffers if name not in self._exchanged}
 
     @torch.no_grad()
     def set_unexchanged_buffers(self, buffers: Mapping[str, Tensor]) -> None:
@@ -421,6 +458,29 @@ def _of_rank_zero(tensors: Sequence[Tensor]) -> Tensor:
 def broadcast_values(module: nn.Module) -> None:
     """Give all ranks rank 0's values of a model, frozen parameters too (collective)."""
     broadcast_tensors(tensor.data for tensor in (*module.parameters(), *module.buffers()))
+
+
+@torch.no_grad()
+def broadcast_shards(module: nn.Module, columns: Columns, groups: Groups) -> None:
+    """Give all replicas the first one's values of a sharded model, frozen parameters too (collective).
+
+    Args:
+        module: the model.
+        columns: of its ranks.
+        groups: makes process groups.
+    """
+    values = [*module.named_parameters(), *module.named_buffers()]
+    for number, ranks in enumerate(columns.ranks):
+        group = groups.get("values of the first replica", ranks)
+        pieces: dict[torch.dtype, list[Tensor]] = {}
+        for name, value in values:
+            for column, piece, _ in columns.cut(name, local(value)):
+                if column == number and piece.numel():
+                    pieces.setdefault(piece.dtype, []).append(piece)
+        for alike in pieces.values():
+            flat = torch.cat([piece.reshape(-1).cpu() for piece in alike])
+            dist.broadcast(flat.view(torch.uint8), group=group, group_src=0)
+            unflatten(flat, alike)
 
 
 class LayoutChange:

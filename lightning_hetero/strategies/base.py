@@ -30,6 +30,7 @@ from lightning_hetero.comm.topology import Topology
 from lightning_hetero.errors import DisagreementError, UnsupportedError
 from lightning_hetero.launch.environment import RaggedEnvironment, check_process_group
 from lightning_hetero.launch.observer import ObservedLauncher, ReturningLauncher
+from lightning_hetero.replicas import sharding
 from lightning_hetero.strategies import capacity, saving
 from lightning_hetero.strategies.default_groups import beyond
 from lightning_hetero.strategies.job import JobStrategy
@@ -37,7 +38,7 @@ from lightning_hetero.strategies.metrics import MonitoredMetrics
 from lightning_hetero.strategies.options import Options, check_accelerator, with_shared_options
 from lightning_hetero.strategies.position import describe, tell_while_waiting
 from lightning_hetero.strategies.recovery import PeerRecovery
-from lightning_hetero.strategies.replica_ddp import ReplicaDDP, share_buffers
+from lightning_hetero.strategies.replica_ddp import ReplicaDDP
 from lightning_hetero.strategies.signals import StopRequest, end_at_once
 from lightning_hetero.strategies.trainer_checks import check_model, check_trainer
 from lightning_hetero.strategies.training_step import (
@@ -129,6 +130,7 @@ class HeteroStrategy(JobStrategy):
             if (newcomers := self.recovery.newcomers) is not None:
                 newcomers.resume()
             self.build(self.join_job())
+        self.lend_mesh()
 
     # -- model -------------------------------------------------------------------------------------
 
@@ -137,6 +139,7 @@ class HeteroStrategy(JobStrategy):
         lightning_compat.keep_batch_samplers(trainer)
         tell_while_waiting(trainer)
         self._check_setup(trainer)
+        lightning_compat.materialize(trainer.lightning_module, self.root_device)
         if trainer.state.fn == TrainerFn.FITTING:
             device_exit.begin_fit()
             self._layer_sync = self.collaborators.ready_for_batch_norm(
@@ -163,7 +166,9 @@ class HeteroStrategy(JobStrategy):
         check_trainer(trainer, self._layer_sync, self.root_device, self.job.view)
         if trainer.state.fn == TrainerFn.FITTING and self.options.max_batch_size == "auto":
             raise_on_all(capacity.problem(self.options, trainer), "the search for the largest batches")
-        check_model(trainer.lightning_module)
+        module = trainer.lightning_module
+        check_model(module)
+        raise_on_all(sharding.problem(module, module.device_mesh, self.job.view.replica.ranks), "the model's shards")
 
     def _check_groups(self) -> None:
         """Refuse parts of a model, and optimizers, that go over the ranks of several replicas (collective).
@@ -332,7 +337,7 @@ class HeteroStrategy(JobStrategy):
         super().on_validation_start()
         self.collaborators.nonfinite.settle(self.module)
         self.collectives.settle()
-        collective("share buffers", lambda: share_buffers(self.model))  # as DDP would
+        collective("share buffers", self.share_buffers)  # as DDP would
         self.engine.hold(
             collective("find the consensus", lambda: self.engine.evaluation_values(self.trainer.sanity_checking))
         )

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from lightning.fabric.plugins.environments import ClusterEnvironment
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only, rank_zero_warn
 from torch.distributed.rendezvous import rendezvous
 from torch.nn.parallel import DistributedDataParallel
@@ -23,7 +24,7 @@ from lightning_hetero.batching.accounting import BatchAccounting, PlanAgreement
 from lightning_hetero.batching.planner import PlanningState, Repartition, ShareHistory
 from lightning_hetero.batching.timer import StepTimer
 from lightning_hetero.comm import failures
-from lightning_hetero.comm.agreement import gather, value_of_rank
+from lightning_hetero.comm.agreement import gather, raise_on_all, value_of_rank
 from lightning_hetero.comm.all_reduce import Between, ReplicaLinks
 from lightning_hetero.comm.collectives import Collectives
 from lightning_hetero.comm.failures import deadline
@@ -35,6 +36,7 @@ from lightning_hetero.errors import UnsupportedError, not_none
 from lightning_hetero.launch.environment import RenumberedEnvironment, check_variables, hostname, local_devices
 from lightning_hetero.launch.observer import ObservedLauncher
 from lightning_hetero.replicas import optimizer_states
+from lightning_hetero.replicas.sharding import Columns, ReduceScatter, is_sharded, wrong_mesh
 from lightning_hetero.strategies.default_groups import GroupOverrides, register_hook
 from lightning_hetero.strategies.fit import Fit
 from lightning_hetero.strategies.metrics import MonitoredMetrics
@@ -83,6 +85,7 @@ class JobStrategy(DDPStrategy):
     #: In a fit: what works through the job's store, by its purpose, in the same order on all ranks.
     store_users: dict[str, StoreUser]
     monitored: MonitoredMetrics | None = None  # of the latest run
+    columns: Columns | None = None  # of a sharded model, with which ranks of other replicas this one exchanges
 
     #: Attributes that belong to a job or a fit. A copy of the strategy has yet to join.
     of_the_job: ClassVar[tuple[str, ...]] = (
@@ -94,6 +97,7 @@ class JobStrategy(DDPStrategy):
         "stop_request",
         "store_users",
         "monitored",
+        "columns",
     )
 
     def __getstate__(self) -> dict[str, Any]:
@@ -115,11 +119,15 @@ class JobStrategy(DDPStrategy):
 
     def make_engine(self, job: Job, accounting: BatchAccounting) -> Engine:
         """The engine of a fit; it gets an averager where there are several replicas."""
+        return Engine(job.view, self.make_links(job), accounting, self.options.rebalance_every_n_steps)
+
+    def make_links(self, job: Job) -> ReplicaLinks:
+        """The network between replicas (collective)."""
         skip: Literal["error", "skip"] = "skip" if self.options.on_nan == "skip" else "error"
-        between: Between = "gloo" if self.options.on_peer_loss == "continue" else self.options.between
+        columns = () if self.columns is None else self.columns.ranks
+        between: Between = "gloo" if columns or self.options.on_peer_loss == "continue" else self.options.between
         on_devices = job.on_devices(between, self.root_device)
-        links = ReplicaLinks(job.view.rank, job.view.ranks, job.groups, skip, on_devices)
-        return Engine(job.view, links, accounting, self.options.rebalance_every_n_steps)
+        return ReplicaLinks(job.view.rank, job.view.ranks, job.groups, skip, on_devices, columns)
 
     # -- the Trainer, the launcher -----------------------------------------------------------------
 
@@ -387,6 +395,37 @@ class JobStrategy(DDPStrategy):
             lambda: self.accounting.batch_seconds() * self.trainer.accumulate_grad_batches,
         )
 
+    # -- a sharded model ---------------------------------------------------------------------------
+
+    def lend_mesh(self) -> None:
+        """Give the module a mesh of its replica's ranks, if it has a ``configure_model`` (collective over the replica).
+
+        Raises:
+            ConfigurationError: on every rank: the options' sizes do not fit.
+        """
+        if (module := self.lightning_module) is None:
+            return
+        ranks, options, mesh = self.job.view.replica.ranks, self.options, None
+        tensor = 1 if options.tensor_parallel_size == "auto" else options.tensor_parallel_size
+        data = max(len(ranks) // tensor, 1) if options.data_parallel_size == "auto" else options.data_parallel_size
+        raise_on_all(wrong_mesh(data, tensor, ranks), "the sizes of the device mesh")
+        if is_overridden("configure_model", module):
+            mesh = self.job.device_mesh(tensor)
+        lightning_compat.lend_mesh(module, mesh)
+
+    @property
+    def shards(self) -> ReduceScatter | None:
+        """What averages gradients into shards, if the model is sharded and its replica has several ranks."""
+        return self.collaborators.nonfinite.shards if self.joined else None
+
+    def share_buffers(self) -> None:
+        """Give all ranks of the replica the buffers of its first (collective over the replica)."""
+        if isinstance(self.model, ReplicaDDP):
+            self.model.share_buffers()
+        elif self.shards is not None:
+            with self.timer.waiting(), deadline("share buffers"):
+                self.shards.share_buffers(self.module)
+
     # -- DDP over the replica ----------------------------------------------------------------------
 
     @override
@@ -396,6 +435,11 @@ class JobStrategy(DDPStrategy):
         ranks, group = parts.accounting.replica, parts.data_group()
         if group is None:
             return  # nothing to average with: DDP would only cost time
+        if is_sharded(model):  # fully_shard averages
+            parts.nonfinite.shards = ReduceScatter(group, parts.nonfinite.look)
+            parts.nonfinite.shards.serve(not_none(model, "the model"))
+            self._announce_route(f"{job.view.topology.route(ranks)}, into shards")
+            return
         options = {**lightning_compat.ddp_options(self), "device_ids": self.determine_ddp_device_ids()}
         options["process_group"] = group  # a LightningCLI passes every option, the group too
         options = parts.buckets.options(options, not_none(model, "the model"), self.root_device)
@@ -406,12 +450,15 @@ class JobStrategy(DDPStrategy):
             register_hook(ddp, *hook, group, self.group_overrides, job.view.count > 1)
         topology = job.view.topology
         way = use_shared_memory_allreduce(self.options, ddp, topology, ranks, group, hooked=hook is not None)
-        way = way or topology.route(ranks)
+        self._announce_route(way or topology.route(ranks))
+        self.model = ddp
+
+    def _announce_route(self, way: str) -> None:
+        parts, view = self.collaborators, self.job.view
         if way != parts.announced_route:
             parts.announced_route = way
-            who = "all ranks" if job.view.count == 1 else f"ranks {list(ranks)}"
+            who = "all ranks" if view.count == 1 else f"ranks {list(view.replica.ranks)}"
             rank_zero_info(f"{type(self).__name__}: gradients of {who} are averaged {way}.")
-        self.model = ddp
 
     def wrap_again(self) -> None:
         """Let DDP wait for the gradients of what is trainable now (collective over the replica)."""

@@ -120,6 +120,11 @@ class Options:
             with the same file while the job runs joins it, as one more rank. Without it, only a rank that is started
             again by the same launcher finds the job, through ``MASTER_ADDR`` and ``MASTER_PORT``, as long as the first
             rank 0 lives. Anyone who can read the file can take part.
+        data_parallel_size: for a model that shards itself in ``configure_model``: size of
+            ``self.device_mesh["data_parallel"]``, over which a replica shards parameters. ``"auto"``: the ranks of the
+            replica, divided by ``tensor_parallel_size``.
+        tensor_parallel_size: size of ``self.device_mesh["tensor_parallel"]``: so many consecutive ranks get the same
+            samples, and split layers among them. ``"auto"``: 1.
         start_method: how processes start if no launcher has: ``"popen"``, ``"spawn"``, ``"fork"``, ``"forkserver"``.
         process_group_backend: not a choice here: all ranks meet over gloo, and groups of GPUs use NCCL by themselves.
 
@@ -143,6 +148,8 @@ class Options:
     min_replicas: int = 1
     grace: Literal["auto"] | float = "auto"
     join_file: str | os.PathLike[str] | None = None
+    data_parallel_size: Literal["auto"] | int = "auto"
+    tensor_parallel_size: Literal["auto"] | int = "auto"
     start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen"
     process_group_backend: None = None
 
@@ -192,6 +199,9 @@ class Options:
             raise ConfigurationError(
                 f"timeout={self.limit.total_seconds():g} s: the longest wait must be above 0 seconds."
             )
+        for name in ("data_parallel_size", "tensor_parallel_size"):
+            if getattr(self, name) != "auto":
+                at_least_one(name, getattr(self, name), ", or 'auto'")
         one_of("start_method", self.start_method, ("popen", "spawn", "fork", "forkserver"))
         one_of("within", self.within, get_args(Within))
         one_of("between", self.between, get_args(Between))

@@ -38,12 +38,12 @@ from lightning_hetero.comm.topology import ReplicaKind, Topology
 from lightning_hetero.errors import ConfigurationError, UnsupportedError
 from lightning_hetero.lightning_compat import WrappingCheckpointIO
 from lightning_hetero.replicas import optimizer_states
-from lightning_hetero.replicas.vectors import broadcast_values
+from lightning_hetero.replicas.sharding import Columns, is_sharded
+from lightning_hetero.replicas.vectors import broadcast_shards, broadcast_values
 from lightning_hetero.strategies import saving
 from lightning_hetero.strategies.base import HeteroStrategy
 from lightning_hetero.strategies.metrics import LoggedMetrics
 from lightning_hetero.strategies.options import documented
-from lightning_hetero.strategies.replica_ddp import ReplicaDDP
 from lightning_hetero.strategies.trainer_checks import (
     averages_again,
     complex_parameters,
@@ -129,11 +129,6 @@ class ReplicaStrategy(HeteroStrategy):
     def replicas(self, topology: Topology) -> tuple[tuple[int, ...], ...]:
         return topology.replicas(self.replica)
 
-    def settle(self) -> None:
-        """Make the ranks of the replica alike: between two forward passes they hold different buffers (collective)."""
-        if isinstance(self.model, ReplicaDDP):
-            self.model.share_buffers()
-
     # -- what people may want to see ---------------------------------------------------------------
 
     @property
@@ -177,13 +172,29 @@ class ReplicaStrategy(HeteroStrategy):
         super().setup(trainer)
         if fits:
             raise_on_all(complex_parameters(self.module), "the model")
+            self._connect_shards()
             if self.ticket is None:  # else all have loaded the same values
-                broadcast_values(self.module)
+                self._broadcast_values()
             self._metrics = LoggedMetrics(trainer)
             self.begin_apart()
             if self.engine.averages:
                 raise_on_all(two_points(self.optimizers), "the optimizers")
             self.weight_averages = WeightAverages.of(callbacks if self.engine.averages else (), self.module)
+
+    def _connect_shards(self) -> None:
+        """Let each rank exchange its shards with those that hold the same, if the model is sharded (collective)."""
+        self.columns = None
+        if is_sharded(self.module) and self.engine.view.count > 1:
+            self.columns = Columns.of(self.module, self.engine.view.ranks, self.global_rank)
+            rank_zero_info(f"{type(self).__name__}: {self.columns}.")
+            self.engine.links = self.make_links(self.job)
+
+    def _broadcast_values(self) -> None:
+        """Give all ranks the first replica's values (collective)."""
+        if (columns := self.columns) is None:
+            broadcast_values(self.module)
+        else:
+            collective("receive rank 0's values", lambda: broadcast_shards(self.module, columns, self.job.groups))
 
     def begin_apart(self) -> None:
         """Let a new averager serve the replicas, which hold the same values (collective)."""
@@ -191,7 +202,9 @@ class ReplicaStrategy(HeteroStrategy):
 
     def _start(self, averager: Averager) -> Outcome | None:
         """Let an averager serve the replicas, which hold the same values (collective)."""
-        replica, view = averager.make_replica(self.trainer.lightning_module, self.settle), self.engine.view
+        replica, view = averager.make_replica(self.trainer.lightning_module, self.share_buffers), self.engine.view
+        if self.columns is not None and not self.columns.alike:
+            replica = replica.in_columns(self.columns.cut)
         # Ranks at their own pace keep in step if their shares are right in the mean.
         self.accounting.planner.rotates = 1 < view.world == view.count and not averager.traits.lockstep
         metrics = self._metrics.mean_over_ranks
@@ -222,7 +235,7 @@ class ReplicaStrategy(HeteroStrategy):
             outcome, values = collective("make replicas equal", self._finished)
             apply(outcome, type(self).__name__)
             self.engine.running.replica.unpack(values)
-            broadcast_values(self.trainer.lightning_module)  # also what does not travel
+            self._broadcast_values()  # also what does not travel
 
     def _finished(self) -> tuple[Outcome | None, list[Tensor]]:
         return self.engine.finish(), self.engine.own_values()

@@ -66,12 +66,6 @@ class ReplicaDDP(DistributedDataParallel):
             self._sync_buffers()
 
 
-def share_buffers(model: torch.nn.Module | None) -> None:
-    """Give all ranks of a replica the buffers of its first, if a DDP holds the model (collective over the replica)."""
-    if isinstance(model, ReplicaDDP):
-        model.share_buffers()
-
-
 class BucketSize:
     """Lets the size of DDP's gradient buckets follow the link, which is measured when a model first needs it.
 

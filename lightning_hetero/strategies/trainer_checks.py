@@ -20,6 +20,7 @@ from lightning_hetero.comm.agreement import check_equal, gather, raise_on_all
 from lightning_hetero.comm.view import View
 from lightning_hetero.errors import ConfigurationError, HeteroError, UnsupportedError
 from lightning_hetero.lightning_compat import saves_by_time, validation_interval
+from lightning_hetero.replicas.sharding import is_dtensor
 from lightning_hetero.strategies.weight_averaging import averages_weights
 
 if TYPE_CHECKING:
@@ -125,7 +126,8 @@ def check_model(module: torch.nn.Module) -> None:
 
 
 def _describe(tensor: torch.Tensor) -> str:
-    return f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+    sharded = " in shards" if is_dtensor(tensor) else ""
+    return f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}{sharded}"
 
 
 def unsupported(callbacks: list[Callback]) -> HeteroError | None:

@@ -136,6 +136,12 @@ class TrainingStep:
             output = step(*args, **kwargs)
             if output is not None or not module.automatic_optimization:
                 return output
+            if len(self._accounting.replica) > 1 and self._finite.shards is not None:
+                raise UnsupportedError(
+                    f"`training_step` returned None on rank {module.global_rank} at {describe(module.trainer)}. The "
+                    "model is sharded, and the other ranks need this one in their backward passes. Return "
+                    "`0.0 * loss`: its samples then count, with a gradient of zero."
+                )
             if len(self._accounting.replica) > 1 and not self._finite.asks:
                 raise UnsupportedError(
                     f"`training_step` returned None on rank {module.global_rank} at {describe(module.trainer)}. The "
@@ -180,7 +186,7 @@ class TrainingStep:
         self.passes += 1
         self._finite.watch(loss, optimizers, model)
         self._timer.watch(loss)  # last, so that all that callbacks do in the backward pass is this rank's own work
-        nothing = zero_backward(trainer.lightning_module) if self._weight == 0 else nullcontext()
+        nothing = self._zero_backward(trainer.lightning_module) if self._weight == 0 else nullcontext()
         with deadline("average gradients", self._timer.works), nothing, self._observer.backward():
             yield
         self._timer.backward_done()
@@ -189,6 +195,11 @@ class TrainingStep:
         self._weight = self._loss = None
         self._engine.before_overwrite(after_backward=True)  # before hooks, which may do so
         self._finite.check(optimizers, model)
+
+    def _zero_backward(self, module: nn.Module) -> AbstractContextManager[None]:
+        """A block in which a backward pass gives zeros, whatever the loss is."""
+        shards = self._finite.shards
+        return zero_backward(module) if shards is None else shards.zeros()
 
     @property
     def counts(self) -> bool:

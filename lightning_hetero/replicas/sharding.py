@@ -1,0 +1,282 @@
+"""Sharded replicas: each rank of a replica holds a part of every parameter, a ``DTensor`` of PyTorch's ``fully_shard``."""
+
+import sys
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import accumulate
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_hetero.comm.agreement import gather, raise_on_all
+from lightning_hetero.errors import ConfigurationError, HeteroError, UnsupportedError
+
+
+#: Cuts a value into the pieces that a rank exchanges with different ranks; see :meth:`Columns.cut`.
+Cut = Callable[[str, Tensor], Iterator[tuple[int, Tensor, str]]]
+
+
+def is_dtensor(tensor: object) -> bool:
+    """Whether a tensor is a ``DTensor``."""
+    tensors = sys.modules.get("torch.distributed.tensor")  # importing it takes long; without it there is none
+    return tensors is not None and isinstance(tensor, tensors.DTensor)
+
+
+def is_sharded(module: nn.Module | None) -> bool:
+    """Whether a model has a parameter that is a ``DTensor``."""
+    return module is not None and any(map(is_dtensor, module.parameters()))
+
+
+def local(tensor: Any) -> Tensor:
+    """This rank's part of a tensor, in the memory of the whole; a plain tensor as it is."""
+    if not is_dtensor(tensor):
+        return tensor
+    with torch.no_grad():  # else it is another view at each call
+        return tensor.to_local()
+
+
+def wrong_mesh(data: int, tensor: int, ranks: Sequence[int]) -> HeteroError | None:
+    """The reason why the ranks of a replica do not make a mesh of these sizes, if so.
+
+    Args:
+        data: the option ``data_parallel_size``.
+        tensor: the option ``tensor_parallel_size``.
+        ranks: of the replica.
+    """
+    if data * tensor == len(ranks):
+        return None
+    return ConfigurationError(
+        f"data_parallel_size={data} times tensor_parallel_size={tensor} is not {len(ranks)}, the number of ranks of "
+        f"this replica, {list(ranks)}. Leave data_parallel_size='auto', and let tensor_parallel_size divide the number "
+        "of ranks of each replica."
+    )
+
+
+def problem(module: nn.Module, mesh: Any, ranks: Sequence[int]) -> HeteroError | None:
+    """The reason why a model cannot be trained as it is sharded, if so.
+
+    Args:
+        module: after its ``configure_model``.
+        mesh: the device mesh of this rank's replica; ``None``: it has none.
+        ranks: of the replica.
+    """
+    if (name := _fsdp1(module)) is not None:
+        return UnsupportedError(
+            f"{name} is wrapped with FullyShardedDataParallel. Shard the model in `configure_model` with "
+            "torch.distributed.fsdp.fully_shard(module, mesh=self.device_mesh['data_parallel']) instead."
+        )
+    if not is_sharded(module):
+        return None
+    if mesh is None:
+        return UnsupportedError(
+            "the model's parameters are sharded, but not in `configure_model`, or by ranks with unlike devices. Shard "
+            "them there, over self.device_mesh['data_parallel'], which covers the ranks of the replica; and let all "
+            "ranks of a replica have devices of one kind."
+        )
+    plain = [name for name, p in module.named_parameters() if p.requires_grad and not is_dtensor(p)]
+    if plain:
+        return UnsupportedError(
+            f"{plain[0]!r} is not sharded, and other parameters are: its gradient would not be averaged. Call "
+            "fully_shard on the whole model last, in `configure_model`: fully_shard(self, mesh=self.device_mesh"
+            "['data_parallel']), or on the module that holds this parameter."
+        )
+    shards: list[tuple[str, Any]] = [(name, p) for name, p in module.named_parameters() if is_dtensor(p)]
+    for name, p in shards:
+        over = p.device_mesh.mesh.flatten().tolist()
+        if p.device_mesh.ndim > 2:
+            return UnsupportedError(
+                f"{name!r} is sharded over a mesh of {p.device_mesh.ndim} dimensions, {tuple(p.device_mesh.shape)}. "
+                "Use self.device_mesh['data_parallel'], and self.device_mesh['tensor_parallel'], only."
+            )
+        if not set(over) <= set(ranks):
+            return UnsupportedError(
+                f"{name!r} is sharded over ranks {over}, and this rank's replica is {list(ranks)}. In "
+                "`configure_model` pass mesh=self.device_mesh['data_parallel'] to fully_shard: without a mesh it takes all ranks."
+            )
+    return None
+
+
+def _fsdp1(module: nn.Module) -> str | None:
+    """The name of a module that the older FSDP wraps, if there is one."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is None:
+        return None
+    kind = fsdp.FullyShardedDataParallel
+    return next((name or type(part).__name__ for name, part in module.named_modules() if isinstance(part, kind)), None)
+
+
+class ReduceScatter:
+    """Averages gradients into shards, as ``fully_shard`` asks for.
+
+    Args:
+        group: of the ranks of the replica, for tensors of its device.
+        look: looks at this rank's own gradients, before they are averaged.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, look: Callable[[Sequence[Tensor]], object]) -> None:
+        self._zeros, self._group, self._look = False, group, look
+        self._reduce: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Memory for a message."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False) -> Any:
+        """Reduce a message of all gradients of a module into this rank's shards (collective over the replica)."""
+        if self._zeros:
+            input_tensor.zero_()
+        self._look([input_tensor])
+        return self._reduce(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
+
+    @contextmanager
+    def zeros(self) -> Iterator[None]:
+        """Backward passes in this block count zeros as this rank's gradients, whatever its loss is."""
+        self._zeros = True
+        try:
+            yield
+        finally:
+            self._zeros = False
+
+    def share_buffers(self, module: nn.Module) -> None:
+        """Give all ranks of the replica the buffers of its first (collective over it)."""
+        for buffer in module.buffers():
+            dist.broadcast(local(buffer), group=self._group, group_src=0)
+
+    def on_any_rank(self, flag: bool | Tensor) -> bool | Tensor:
+        """Whether a flag is true on any rank of the replica (collective over it); beyond the CPU a tensor."""
+        found = (flag if isinstance(flag, Tensor) else torch.tensor(flag)).to(torch.uint8)
+        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self._group)
+        return bool(found) if found.device.type == "cpu" else found.bool()
+
+    def serve(self, module: nn.Module) -> None:
+        """Average the gradients of all parts of a model that ``fully_shard`` has sharded.
+
+        Raises:
+            UnsupportedError: this version of PyTorch does not let it.
+        """
+        parts: list[Any] = [part for part in module.modules() if hasattr(part, "set_requires_gradient_sync")]
+        for part in parts:  # that fully_shard has sharded
+            if not hasattr(part, "set_custom_reduce_scatter"):
+                raise UnsupportedError(
+                    f"sharded models need PyTorch 2.9 or later; this is {torch.__version__}. Install a later one."
+                )
+            part.set_custom_reduce_scatter(self)
+
+
+class Columns:
+    """Columns of ranks, one of each replica, that hold the same intervals of parameters, and exchange them.
+
+    Where replicas are of one size, a rank exchanges all that it has with the ranks at its place in the other replicas.
+    Else parameters are cut where a shard of any replica ends: a rank of a small replica exchanges pieces of its shards
+    with several ranks of a larger one.
+
+    Args:
+        replicas: the ranks of each replica.
+        rank: this process.
+        lengths: of each rank, the number of values that it holds of each parameter, by name. Where it is the whole
+            on every rank of a replica, all hold the same.
+        whole: names of values of which every rank holds all, such as buffers.
+
+    Attributes:
+        ranks: the columns of this rank, in the order in which all ranks work through theirs.
+        alike: whether this rank exchanges all values in one column.
+    """
+
+    def __init__(
+        self,
+        replicas: Sequence[Sequence[int]],
+        rank: int,
+        lengths: Sequence[dict[str, int]],
+        whole: Sequence[str],
+    ) -> None:
+        self.alike = len({len(ranks) for ranks in replicas}) == 1
+        self._rank, self._whole = rank, set(whole)
+        most = max(len(ranks) for ranks in replicas)
+        places = [tuple(ranks[place % len(ranks)] for ranks in replicas) for place in range(most)]
+        own = {place for place in places if rank in place}
+        self._intervals: dict[str, list[tuple[tuple[int, ...], int, int]]] = {}
+        if not self.alike:
+            for name in lengths[rank]:
+                if name not in self._whole:
+                    self._intervals[name] = [piece for piece in _matched(name, replicas, lengths) if rank in piece[0]]
+                    own |= {column for column, *_ in self._intervals[name]}
+        self.ranks: list[tuple[int, ...]] = sorted(own)
+        self._places = [self.ranks.index(place) for place in places if rank in place]
+
+    @classmethod
+    def of(cls, module: nn.Module, replicas: Sequence[Sequence[int]], rank: int) -> "Columns":
+        """The columns of a model that is sharded over the ranks of each replica (collective over all ranks).
+
+        Args:
+            module: the model.
+            replicas: the ranks of each replica.
+            rank: this process.
+
+        Raises:
+            UnsupportedError: replicas are of different sizes, and a parameter is sharded by another dimension than its
+                first, or over two dimensions of a mesh.
+        """
+        sharded = {name: p for name, p in module.named_parameters() if is_dtensor(p)}
+        odd = [name for name, p in sharded.items() if not _by_rows(p)]
+        if len({len(ranks) for ranks in replicas}) > 1:
+            raise_on_all(_not_by_rows(odd[0], replicas) if odd else None, "the model's shards")
+        lengths = gather({name: local(p).numel() for name, p in sharded.items()}, "the sizes of shards")
+        whole = [name for name, _ in (*module.named_parameters(), *module.named_buffers()) if name not in sharded]
+        return cls(replicas, rank, lengths, whole)
+
+    def cut(self, name: str, value: Tensor) -> Iterator[tuple[int, Tensor, str]]:
+        """The pieces of a value: the number of the column that exchanges it, the values, and which ones they are.
+
+        Args:
+            name: of the parameter or buffer.
+            value: what this rank holds of it.
+        """
+        if self.alike:
+            yield 0, value, ""
+            return
+        if name in self._whole:
+            for column in self._places:
+                yield column, value.view(value.shape), f" in column {column}" if column else ""
+            return
+        flat, pieces = value.view(-1), self._intervals[name]
+        if not pieces:
+            yield 0, flat, "[0:0]"  # so that all ranks have the same number of vectors
+        for ranks, start, stop in pieces:
+            first = pieces[0][1]
+            yield self.ranks.index(ranks), flat[start - first : stop - first], f"[{start}:{stop}]"
+
+    def __str__(self) -> str:
+        """The plan in one line, for the log."""
+        if self.alike:
+            return "each rank exchanges its shards with the ranks at its place in the other replicas"
+        parts = [f"{len(column)} ranks {list(column)}" for column in self.ranks]
+        return f"rank {self._rank} exchanges pieces of its shards with {'; '.join(parts)}"
+
+
+def _by_rows(parameter: Any) -> bool:
+    placements = parameter.placements
+    return parameter.device_mesh.ndim == 1 and all(type(p).__name__ == "Shard" and p.dim == 0 for p in placements)
+
+
+def _not_by_rows(name: str, replicas: Sequence[Sequence[int]]) -> HeteroError:
+    return UnsupportedError(
+        f"{name!r} is not sharded by its first dimension alone, and replicas are of {[len(r) for r in replicas]} "
+        "ranks. Where replicas differ in size, use fully_shard on self.device_mesh['data_parallel'] only, with its own "
+        "placement; or give all replicas the same number of ranks (ranks_per_node)."
+    )
+
+
+def _matched(
+    name: str, replicas: Sequence[Sequence[int]], lengths: Sequence[dict[str, int]]
+) -> Iterator[tuple[tuple[int, ...], int, int]]:
+    """The pieces into which all replicas together cut a parameter: who holds it, and its interval."""
+    ends = [list(accumulate(lengths[rank][name] for rank in ranks)) for ranks in replicas]
+    start = 0
+    for stop in sorted({end for of_replica in ends for end in of_replica}):
+        if stop > start:
+            held = [ranks[bisect_right(of, start)] for ranks, of in zip(replicas, ends, strict=True)]
+            yield tuple(held), start, stop
+        start = stop
