@@ -63,7 +63,7 @@ class AsyncCenterAverager(CenteredAverager):
         counts: of each replica, its exchanges with the center, as far as this one has seen.
     """
 
-    traits = replace(CenteredAverager.traits, lockstep=False)
+    traits = replace(CenteredAverager.traits, lockstep=False, one_column=True)
     counts = PerReplica[list[int]](lambda averager: [0] * averager.links.count)
     _center: Center
 

@@ -139,8 +139,7 @@ class PushPullAverager(AsyncCenterAverager, ElasticBase):
     def after_loss(self, former: Mapping[str, Any], step: int, context: StepContext) -> None:
         super().after_loss(former, step, context)
         # By the replicas' own counts: the center may count an exchange whose answer was lost, and which is repeated.
-        own = self.links.gather((self.completed, self.links.is_leader))
-        self.counts = [completed for completed, is_leader in own if is_leader]
+        self.counts = self.links.gather_of_replicas(self.completed)
 
 
 @dataclass

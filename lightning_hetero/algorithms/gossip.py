@@ -57,7 +57,7 @@ class GossipAverager(Averager, Generic[T]):
         missed: those that were not, by peer: late, frozen, dead, unreachable.
     """
 
-    traits = Traits(lockstep=False, fresh_start="the values with which all have begun")
+    traits = Traits(lockstep=False, one_column=True, fresh_start="the values with which all have begun")
     kind: ClassVar[Any]
 
     wire: Wire = field(default="fp32", kw_only=True)
@@ -176,8 +176,7 @@ class GossipAverager(Averager, Generic[T]):
 
     def report(self) -> None:
         """Let all know which replicas have met, and how often (collective)."""
-        mine = [self.met[peer] for peer in range(self.links.count)] if self.links.is_leader else None
-        self.pairings = [row for row in self.links.gather(mine) if row is not None]
+        self.pairings = self.links.gather_of_replicas([self.met[peer] for peer in range(self.links.count)])
 
     @override
     def status(self, step: int) -> dict[str, float | str]:

@@ -123,7 +123,7 @@ class PushSumAverager(PushAverager):
         self._learn(self._packed, context.samples_per_replica)
         for push in [] if self._transport is None else self._transport.waiting():
             self._add(push.vectors, push.weight, 1)
-        weights = [weight for weight, is_leader in self.links.gather((self.weight, self.links.is_leader)) if is_leader]
+        weights = self.links.gather_of_replicas(self.weight)
         mean = self.links.average(self._unbiased(), weights, self.reference).mean
         self.x, self.weight = kept
         return mean

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, repeat
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -36,6 +36,7 @@ from lightning_hetero.errors import HeteroError, NotFiniteError
 AveragePart = Literal["mean", "away", "difference"]
 #: How replicas exchange means for which all of them wait.
 Between = Literal["auto", "nccl", "gloo"]
+T = TypeVar("T")
 CHUNK = 1 << 16  # elements that are worked on at a time, so that several vectors of them fit into a core's cache
 
 
@@ -387,6 +388,8 @@ class ReplicaLinks:
         self._groups = groups
         self.index, self.count = group_of(rank, replicas), len(replicas)
         self._rank, self._ranks = rank, (rank,) if columns else replicas[self.index]
+        self._columns = bool(columns)
+        self._peers = columns[0] if columns else [ranks[0] for ranks in replicas]  # those that speak for replicas
         self.is_leader = rank == self._ranks[0]
         self.members = 1 if columns else max(len(ranks) for ranks in replicas)
         self.traffic = Traffic()
@@ -399,6 +402,23 @@ class ReplicaLinks:
     def gather(self, value: Any) -> list[Any]:
         """One value per rank (collective over all ranks)."""
         return gather(value, "what the replicas have")
+
+    def gather_of_replicas(self, value: T) -> list[T]:
+        """One value per replica: its leader's, or where each rank has a shard, that of the rank that has this one's.
+
+        Collective over all ranks.
+        """
+        values = self.gather(value)
+        return [values[rank] for rank in self._peers]
+
+    def broadcast_from(self, rank: int, tensor: Tensor) -> None:
+        """Give all ranks the tensor of one, in place; where each has a shard, those that have this one's.
+
+        Collective over these ranks.
+        """
+        group = self._groups.get("from one rank to those with its shard", self._peers) if self._columns else None
+        if group is not None or not self._columns:
+            dist.broadcast(tensor, rank, group=group)
 
     def broadcast(self, tensor: Tensor) -> None:
         """Give all ranks of the replica the tensor of its leader, in place (collective over the replica).

@@ -684,7 +684,7 @@ def connect_peers(
         kind(links.index, Session(token, 1, endpoint.deadline), endpoint.interface, like) if links.is_leader else None
     )
     card = None if mine is None else (links.index, mine.peers.address, endpoint.host, mine.outbox.path)
-    cards = [card for card in links.gather(card) if card is not None]
+    cards = [card for card in links.gather_of_replicas(card) if card is not None]
     problem = _unreachable([(host, address) for _, address, host, _ in cards])
     if mine is not None and problem is None:
         mine.peers.know({peer: address for peer, address, *_ in cards})

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from lightning_hetero.comm.agreement import gather, raise_on_all
 from lightning_hetero.errors import ConfigurationError, HeteroError, UnsupportedError
 
-
 #: Cuts a value into the pieces that a rank exchanges with different ranks; see :meth:`Columns.cut`.
 Cut = Callable[[str, Tensor], Iterator[tuple[int, Tensor, str]]]
 

@@ -386,7 +386,7 @@ class JobStrategy(DDPStrategy):
         """The job and the fit, as the algorithm between replicas needs to know them."""
         return FitInfo(
             self.job.view.topology,
-            self.job.view.ranks,
+            self.job.view.ranks if self.columns is None else tuple((rank,) for rank in self.columns.ranks[0]),
             self.job.groups,
             self.interface,
             self.options.on_nan == "skip",

@@ -47,6 +47,7 @@ from lightning_hetero.strategies.options import documented
 from lightning_hetero.strategies.trainer_checks import (
     averages_again,
     complex_parameters,
+    needs_one_column,
     two_points,
     unsupported,
 )
@@ -204,6 +205,7 @@ class ReplicaStrategy(HeteroStrategy):
         """Let an averager serve the replicas, which hold the same values (collective)."""
         replica, view = averager.make_replica(self.trainer.lightning_module, self.share_buffers), self.engine.view
         if self.columns is not None and not self.columns.alike:
+            raise_on_all(needs_one_column(averager, view.ranks, type(self).__name__), "the model's shards")
             replica = replica.in_columns(self.columns.cut)
         # Ranks at their own pace keep in step if their shares are right in the mean.
         self.accounting.planner.rotates = 1 < view.world == view.count and not averager.traits.lockstep

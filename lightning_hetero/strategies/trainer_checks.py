@@ -14,9 +14,11 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.utils.data import DistributedSampler
 
+from lightning_hetero.algorithms.base import Averager
 from lightning_hetero.algorithms.engine import listed
 from lightning_hetero.batching.sampler import ShareSampler
 from lightning_hetero.comm.agreement import check_equal, gather, raise_on_all
+from lightning_hetero.comm.compression import encoding_of
 from lightning_hetero.comm.view import View
 from lightning_hetero.errors import ConfigurationError, HeteroError, UnsupportedError
 from lightning_hetero.lightning_compat import saves_by_time, validation_interval
@@ -169,6 +171,26 @@ def complex_parameters(module: torch.nn.Module) -> HeteroError | None:
     return UnsupportedError(
         f"{names[0]} is complex: replicas exchange real parameters only. Hold it as two real ones "
         "(torch.view_as_real), or use hetero_ddp."
+    )
+
+
+def needs_one_column(averager: Averager, replicas: Sequence[Sequence[int]], strategy: str) -> HeteroError | None:
+    """The reason why an algorithm cannot exchange shards between replicas of different sizes, if so.
+
+    Args:
+        averager: the algorithm.
+        replicas: the ranks of each replica.
+        strategy: its name.
+    """
+    coded = encoding_of(getattr(averager, "wire", "fp32")) is not None
+    moments = getattr(averager, "average_optimizer_state", False)
+    if not averager.traits.one_column and not coded and not moments:
+        return None
+    what = strategy if averager.traits.one_column else "a low-bit wire" if coded else "average_optimizer_state=True"
+    return UnsupportedError(
+        f"{what} with a sharded model needs replicas of one size; here they have {[len(r) for r in replicas]} ranks. "
+        "Give all replicas the same number of ranks (ranks_per_node); or use hetero_node, hetero_daso, hetero_easgd or "
+        "hetero_diloco with wire='fp32' or 'bf16'."
     )
 
 

@@ -7,8 +7,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
-from oracles import oracle
-from ranks import attempt, run
+from ranks import run
 from tasks import FAST, Net, TokenNet, dataset
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -36,7 +35,10 @@ class Sharded:
 
 
 class ShardedNet(Sharded, Net):
-    pass
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        if self.optimizer == "nesterov":
+            return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9, nesterov=True)
+        return super().configure_optimizers()
 
 
 class ShardedTokens(Sharded, TokenNet):
@@ -75,3 +77,35 @@ def test_sharded_gradients_are_exact(optimizer: str) -> None:
     theirs = run(fit, 3, "hetero_ddp", shards=False, **options)
     assert distance(ours[0], theirs[0]) < 1e-10
     assert all(distance(ours[0], each) == 0 for each in ours)
+
+
+#: Options of each string with which a fit is deterministic, and meets more than once.
+SYNCHRONOUS: dict[str, dict[str, Any]] = {
+    "hetero_node": {"every_n_steps": 3},
+    "hetero_daso": {},
+    "hetero_easgd": {"replica": "node", "tau": 2},
+    "hetero_easgd_overlap": {"replica": "node", "tau": 2},
+    "hetero_easgd_round_robin": {"replica": "node", "tau": 2},
+    "hetero_eamsgd": {"replica": "node", "tau": 2, "optimizer": "nesterov"},
+    "hetero_diloco": {"replica": "node", "tau": 4},
+    "hetero_noloco": {"replica": "node", "tau": 4},
+    "hetero_gossip": {"replica": "node"},
+    "hetero_gossip_push_sum": {"replica": "node"},
+}
+#: Strings whose ranks exchange all of their shards in one column.
+ONE_COLUMN = ("hetero_easgd_round_robin", "hetero_noloco", "hetero_gossip", "hetero_gossip_push_sum")
+SHAPES = {"2x2": [2, 2], "2+1": [2, 1], "1x3": [1, 1, 1]}
+
+
+CASES = [(name, shape) for name in SYNCHRONOUS for shape in SHAPES if shape != "2+1" or name not in ONE_COLUMN]
+
+
+@pytest.mark.parametrize(("name", "shape"), CASES)
+def test_shards_train_as_whole_replicas_do(name: str, shape: str) -> None:
+    sizes = SHAPES[shape]
+    options = {"ranks_per_node": sizes, "balance": [float(1 + rank % 2) for rank in range(sum(sizes))]}
+    options |= SYNCHRONOUS[name]
+    ours = run(fit, sum(sizes), name, **options)
+    theirs = run(fit, sum(sizes), name, shards=False, **options)
+    assert distance(ours[0], theirs[0]) < 1e-10
+    assert all(distance(ours[0], each) < 1e-12 for each in ours)

@@ -6,7 +6,6 @@ from datetime import timedelta
 from typing import Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from lightning_hetero.comm.agreement import raise_on_all
@@ -163,7 +162,7 @@ class CenterClient:
 
         def received() -> list[Tensor]:
             for tensor in (counts, *out):
-                dist.broadcast(tensor, layout.host)
+                self._links.broadcast_from(layout.host, tensor)
             return [counts, *out]
 
         counts, *center = collective("receive the center", received)
