@@ -139,7 +139,7 @@ def replica_state_dict(engine: "Engine", optimizers: Sequence[Optimizer], precis
     return {
         "kept": dict(averager.replica.unexchanged_buffers()),
         "precision": precision,
-        "optimizers": [optimizer.state_dict() for optimizer in optimizers],
+        "optimizers": [optimizer_states.of_rank(optimizer) for optimizer in optimizers],
         "windows": engine.windows,
         "algorithm": algorithm,
     }
@@ -567,10 +567,13 @@ class Engine:
     def state_dict(
         self, optimizers: Sequence[Optimizer], precision: dict[str, Any], flat: Callable[..., Tensor] | None = None
     ) -> dict[str, Any] | None:
-        """This replica's own state, on its leader; elsewhere ``None`` (collective). Tensors and builtins only."""
+        """This replica's own state, on its leader; elsewhere ``None`` (collective). Tensors and builtins only.
+
+        Where each rank has a shard, it is that of the shard.
+        """
         rest = replica_state_dict(self, optimizers, precision)
         values = self.own_values(flat)  # on all ranks: those of a replica make their buffers alike first
-        return {"values": [value.cpu() for value in values], **rest} if self.view.is_leader else None
+        return {"values": [value.cpu() for value in values], **rest} if self.links.is_leader else None
 
     def shared_state(self) -> dict[str, Any]:
         """The state that is the same on all replicas, for :meth:`load_shared_state` (collective)."""

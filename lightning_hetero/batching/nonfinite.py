@@ -44,9 +44,9 @@ class DeviceFlags(NamedTuple):
 class NonFiniteGuard:
     """Guard that finds, before the ranks that average gradients step, that the loss or gradient of one is not finite.
 
-    It costs no message, but for a flag where gradients are averaged into shards. A loss that is not finite makes all gradients of its rank NaN. Averaging spreads these, so that
-    every rank sees them in what DDP returns. Only then do ranks ask each other who it was. To know, each has looked
-    at its own gradients while DDP was averaging them.
+    It costs no message, but for a flag where gradients are averaged into shards. A loss that is not finite makes all
+    gradients of its rank NaN. Averaging spreads these, so that every rank sees them in what DDP returns. Only then do
+    ranks ask each other who it was. To know, each has looked at its own gradients while DDP was averaging them.
 
     On a CPU the host knows at once. On an accelerator it need not wait: with ``"error"`` and PyTorch's ``SGD``,
     ``Adam`` or ``AdamW`` the device leaves the step out by itself, and the host learns of it before the next one.

@@ -122,6 +122,7 @@ def add_replicas(
     view: View,
     save: str,
     losses: LossTracker,
+    sharded: bool = False,
 ) -> None:
     """Describe the replicas in rank 0's checkpoint (collective).
 
@@ -131,12 +132,13 @@ def add_replicas(
         view: who takes part.
         save: the name of this save, which its shards bear.
         losses: of this rank.
+        sharded: whether each rank has a part of its replica's state.
     """
     everyone = gather(losses.state_dict(), "the ranks' losses to save")
     if view.rank == 0:
         ids = [member.id for member in view.replicas]
         names = {"strategy": who.strategy, "algorithm": who.algorithm, "save": save, "ids": ids}
-        replicas = {**names, "losses": everyone}
+        replicas = {**names, "losses": everyone, "sharded": sharded}
         add_section(checkpoint, "replicas", replicas)
 
 
@@ -145,8 +147,15 @@ def save_name(checkpoint: Mapping[str, Any]) -> str | None:
     return (section(checkpoint, "replicas") or {}).get("save")
 
 
-def replica_mismatch(checkpoint: Mapping[str, Any], who: CheckpointIdentity, view: View) -> str | None:
-    """In words, why the states of a checkpoint's replicas do not fit; ``None`` if they do."""
+def replica_mismatch(checkpoint: Mapping[str, Any], who: CheckpointIdentity, view: View, sharded: bool) -> str | None:
+    """In words, why the states of a checkpoint's replicas do not fit; ``None`` if they do.
+
+    Args:
+        checkpoint: that was read.
+        who: wants to go on.
+        view: who takes part.
+        sharded: whether the model is sharded.
+    """
     saved = section(checkpoint, "replicas")
     if saved is None:
         return unreadable(checkpoint) or (
@@ -159,6 +168,9 @@ def replica_mismatch(checkpoint: Mapping[str, Any], who: CheckpointIdentity, vie
     if len(ids) != view.count or ranks != view.world:
         then = f"{len(ids)} replicas with {ranks} ranks"
         return f"The checkpoint was saved by {then}; this job has {view.count} with {view.world}."
+    if saved["sharded"] != sharded:
+        then, now = ("in shards", "whole") if saved["sharded"] else ("whole", "in shards")
+        return f"The checkpoint holds the states of replicas {then}; here they are {now}."
     here = [member.id for member in view.replicas]
     return None if ids == here else f"The checkpoint was saved by replicas {ids}; this job has {here}."
 

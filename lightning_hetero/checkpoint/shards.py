@@ -35,12 +35,12 @@ def shard_folder(path: Any) -> str:
     return f"{str(path)[: -len(name)]}{name.replace('hpc_ckpt_', 'hpc-')}.shards"
 
 
-def shard_path(path: Any, replica: int, save: str) -> str:
-    """The file with a replica's own state.
+def shard_path(path: Any, replica: str, save: str) -> str:
+    """The file with a replica's own state, or with a rank's part of it where models are sharded.
 
     Args:
         path: of the checkpoint.
-        replica: its id.
+        replica: its id; and the rank's place in it.
         save: the name of the save.
     """
     return f"{shard_folder(path)}/replica-{replica}-{save}.pt"
@@ -143,13 +143,13 @@ class Shards:
             _prune(files, gone.path, keeps, own)
 
 
-def read(load: Callable[[str], dict[str, Any]], path: Any, replica: int, save: str) -> dict[str, Any] | None:
+def read(load: Callable[[str], dict[str, Any]], path: Any, replica: str, save: str) -> dict[str, Any] | None:
     """A replica's own state; ``None`` if its shard is not there.
 
     Args:
         load: reads a file; raises ``FileNotFoundError`` if there is none.
         path: of the checkpoint, or a link to it.
-        replica: its id.
+        replica: its id; and the rank's place in it.
         save: the name of the save.
     """
     local = isinstance(url_to_fs(str(path))[0], LocalFileSystem)

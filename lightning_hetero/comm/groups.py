@@ -282,8 +282,8 @@ class Groups:
             alone: whether to make a group of one rank, too.
 
         Returns:
-            The group, the same at each call. Else ``None`` for one rank, which has nobody to exchange with. Do not pass that
-            on to ``torch.distributed``, for which ``None`` means all ranks of the job.
+            The group, the same at each call. Else ``None`` for one rank, which has nobody to exchange with. Do not pass
+            that on to ``torch.distributed``, for which ``None`` means all ranks of the job.
 
         Raises:
             CommunicationError: another member did not ask for the group in time.

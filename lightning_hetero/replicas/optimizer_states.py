@@ -3,6 +3,7 @@
 import math
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,9 +13,15 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_hetero.comm.agreement import check_equal, gather
+from lightning_hetero.replicas.sharding import in_shards, is_dtensor, local
 
 _HOW = ("foreach", "fused", "capturable", "differentiable")  # of an optimizer: how it computes, on this device
 _CLOSE = 1e-3  # relative: unlike machines may compute a schedule, or an adaptive scale, a little differently
+
+
+def of_rank(optimizer: Optimizer) -> dict[str, Any]:
+    """An optimizer's ``state_dict()``, with this rank's shards of what is sharded."""
+    return tree_map_only(Tensor, local, optimizer.state_dict())
 
 
 def restore(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
@@ -25,9 +32,12 @@ def restore(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
 
     Args:
         optimizer: with its parameters on their devices.
-        state: of its ``state_dict()``, on the CPU.
+        state: of its ``state_dict()``, on the CPU, or of :func:`of_rank`.
     """
     optimizer.load_state_dict(dict(state))
+    for parameter, values in optimizer.state.items():
+        if is_dtensor(parameter):
+            optimizer.state[parameter] = tree_map_only(Tensor, partial(in_shards, parameter), values)
     device = optimizer.param_groups[0]["params"][0].device
 
     def moved(tensor: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Sharded replicas: each rank of a replica holds a part of every parameter, a ``DTensor`` of PyTorch's ``fully_shard``."""
+"""Sharded replicas: each rank of a replica holds a part of every parameter, as PyTorch's ``fully_shard`` makes it."""
 
 import sys
 from bisect import bisect_right
@@ -35,6 +35,19 @@ def local(tensor: Any) -> Tensor:
         return tensor
     with torch.no_grad():  # else it is another view at each call
         return tensor.to_local()
+
+
+def in_shards(parameter: Any, value: Tensor) -> Tensor:
+    """A rank's values, such as a momentum of its shard, as a ``DTensor`` like the parameter; others as they are.
+
+    Args:
+        parameter: a ``DTensor``.
+        value: of this rank.
+    """
+    if is_dtensor(value) or value.shape != local(parameter).shape:
+        return value
+    whole = {"shape": parameter.shape, "stride": parameter.stride()}
+    return type(parameter.data).from_local(value, parameter.device_mesh, parameter.placements, run_check=False, **whole)
 
 
 def wrong_mesh(data: int, tensor: int, ranks: Sequence[int]) -> HeteroError | None:
@@ -93,7 +106,8 @@ def problem(module: nn.Module, mesh: Any, ranks: Sequence[int]) -> HeteroError |
         if not set(over) <= set(ranks):
             return UnsupportedError(
                 f"{name!r} is sharded over ranks {over}, and this rank's replica is {list(ranks)}. In "
-                "`configure_model` pass mesh=self.device_mesh['data_parallel'] to fully_shard: without a mesh it takes all ranks."
+                "`configure_model` pass mesh=self.device_mesh['data_parallel'] to fully_shard, which takes all ranks "
+                "without a mesh."
             )
     return None
 

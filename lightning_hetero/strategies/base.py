@@ -19,6 +19,7 @@ from torch.optim.optimizer import Optimizer
 from typing_extensions import override
 
 from lightning_hetero import lightning_compat
+from lightning_hetero.checkpoint import directory
 from lightning_hetero.checkpoint.format import explain_unreadable, warn_of_replicas
 from lightning_hetero.checkpoint.shards import Shards
 from lightning_hetero.comm import device_exit, failures, threads, waits
@@ -31,6 +32,7 @@ from lightning_hetero.errors import DisagreementError, UnsupportedError
 from lightning_hetero.launch.environment import RaggedEnvironment, check_process_group
 from lightning_hetero.launch.observer import ObservedLauncher, ReturningLauncher
 from lightning_hetero.replicas import sharding
+from lightning_hetero.replicas.sharding import is_sharded
 from lightning_hetero.strategies import capacity, saving
 from lightning_hetero.strategies.default_groups import beyond
 from lightning_hetero.strategies.job import JobStrategy
@@ -429,10 +431,32 @@ class HeteroStrategy(JobStrategy):
     @saving.retry_on_peer_loss
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         with self._rank_state.saving(checkpoint) as whole:
+            if is_sharded(self.lightning_module) and not saving.others_join(self.checkpoint_io):
+                self._save_sharded(whole, filepath, storage_options)
+                return
             super().save_checkpoint(whole, filepath, storage_options)
             if saving.others_join(self.checkpoint_io) and not self.is_global_zero:
                 # Kept on each rank: rank 0 may be lost before it sends its own.
                 self.checkpoint_io.save_checkpoint(portable(checkpoint), filepath)
+
+    def _save_sharded(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None) -> None:
+        """Let the first replica save the shards of a model (collective over it)."""
+        view = self.job.view
+        if view.index != 0:
+            return
+        if self.options.save_distributed_checkpoint:
+            directory.save(checkpoint, filepath, self.job.small_group(), first=view.is_leader)
+            return
+        whole = directory.gathered(checkpoint, self.module, first=view.is_leader)
+        if view.is_leader:
+            directory.remove(filepath)
+            self.checkpoint_io.save_checkpoint(portable(whole), filepath, storage_options=storage_options)
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        if not is_sharded(self.lightning_module):
+            return super().optimizer_state(optimizer)
+        return directory.optimizer_state(self.module, optimizer)
 
     @override
     def remove_checkpoint(self, filepath: Any) -> None:
@@ -443,11 +467,24 @@ class HeteroStrategy(JobStrategy):
     @override
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         with explain_unreadable(checkpoint_path):  # Lightning passes `weights_only` from 2.6 on
+            if directory.is_directory(checkpoint_path):
+                return self._rank_state.read(directory.read(checkpoint_path, *args, **kwargs))
             return self._rank_state.read(super().load_checkpoint(checkpoint_path, *args, **kwargs))
 
     @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        if directory.SHARDS in checkpoint or is_sharded(self.lightning_module):
+            lightning_compat.materialize(self.module, self.root_device)
+            directory.load_model(checkpoint, self.module, strict)
+        else:
+            super().load_model_state_dict(checkpoint, strict)
+
+    @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        super().load_optimizer_state_dict(checkpoint)
+        if directory.SHARDS in checkpoint or is_sharded(self.lightning_module):
+            directory.load_optimizers(checkpoint, self.module, self.optimizers)
+        else:
+            super().load_optimizer_state_dict(checkpoint)
         self._rank_state.load(checkpoint)
         self._restore_replicas(checkpoint)
 

@@ -125,6 +125,8 @@ class Options:
             replica, divided by ``tensor_parallel_size``.
         tensor_parallel_size: size of ``self.device_mesh["tensor_parallel"]``: so many consecutive ranks get the same
             samples, and split layers among them. ``"auto"``: 1.
+        save_distributed_checkpoint: whether a sharded model is saved as a directory, to which each rank of a replica
+            writes its shards; else as an ordinary file, for which rank 0 gathers one tensor after the other.
         start_method: how processes start if no launcher has: ``"popen"``, ``"spawn"``, ``"fork"``, ``"forkserver"``.
         process_group_backend: not a choice here: all ranks meet over gloo, and groups of GPUs use NCCL by themselves.
 
@@ -150,6 +152,7 @@ class Options:
     join_file: str | os.PathLike[str] | None = None
     data_parallel_size: Literal["auto"] | int = "auto"
     tensor_parallel_size: Literal["auto"] | int = "auto"
+    save_distributed_checkpoint: bool = True
     start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen"
     process_group_backend: None = None
 
@@ -202,6 +205,7 @@ class Options:
         for name in ("data_parallel_size", "tensor_parallel_size"):
             if getattr(self, name) != "auto":
                 at_least_one(name, getattr(self, name), ", or 'auto'")
+        one_of("save_distributed_checkpoint", self.save_distributed_checkpoint, (True, False))
         one_of("start_method", self.start_method, ("popen", "spawn", "fork", "forkserver"))
         one_of("within", self.within, get_args(Within))
         one_of("between", self.between, get_args(Between))

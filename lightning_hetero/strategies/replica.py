@@ -259,7 +259,7 @@ class ReplicaStrategy(HeteroStrategy):
         if not training or self.engine.holds or self.collectives.alone():
             return super().lightning_module_state_dict()
         io = self.checkpoint_io
-        if isinstance(io, BackgroundWriter):
+        if isinstance(io, BackgroundWriter) and self.columns is None:
             later = io.consensus_later(super().lightning_module_state_dict())
             if later is not None:
                 return later
@@ -271,6 +271,8 @@ class ReplicaStrategy(HeteroStrategy):
             state = super(HeteroStrategy, self).lightning_module_state_dict()
             if saving.others_join(self.checkpoint_io):
                 return saving.copied_for_join(io, self.module, state, values)
+            if is_sharded(self.module):
+                return {name: value.detach().clone() for name, value in state.items()}
             return dict(state) if isinstance(io, BackgroundWriter) else deepcopy(dict(state))
 
     def _identity(self) -> CheckpointIdentity:
@@ -292,18 +294,23 @@ class ReplicaStrategy(HeteroStrategy):
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
         io = self.checkpoint_io
-        flat = io.snapshot.vector if isinstance(io, BackgroundWriter) else None
+        flat = io.snapshot.vector if isinstance(io, BackgroundWriter) and self.columns is None else None
         own = self.recovery.retry(lambda: self.engine.state_dict(self.optimizers, precision, flat))
-        view = self.engine.view
-        with self._shards.saving(io, filepath, view.is_leader, isinstance(io, WrappingCheckpointIO)) as save:
+        view, writes = self.engine.view, own is not None
+        with self._shards.saving(io, filepath, writes, isinstance(io, WrappingCheckpointIO)) as save:
             self.weight_averages.save(checkpoint)
-            add_replicas(checkpoint, self._identity(), view, save, self.engine.losses)
+            add_replicas(checkpoint, self._identity(), view, save, self.engine.losses, self.columns is not None)
             with saving.raise_on_all_ranks(alone=False):
                 if own is not None:
-                    shard = shards.shard_path(filepath, view.replica.id, save)
+                    shard = shards.shard_path(filepath, self._state_name(), save)
                     state = saving.on_cpu(io, {"format": FORMAT, "state": own})
                     io.save_checkpoint(state, shard, storage_options=storage_options)
             super().save_checkpoint(checkpoint, filepath, storage_options)  # last, so that it never lacks a shard
+
+    def _state_name(self) -> str:
+        """The name of this rank's part of its replica's own state: the replica's id, and with shards its place in it."""
+        replica = self.engine.view.replica
+        return str(replica.id) if self.columns is None else f"{replica.id}.{replica.ranks.index(self.global_rank)}"
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -316,13 +323,17 @@ class ReplicaStrategy(HeteroStrategy):
     def _restore_replicas(self, checkpoint: Mapping[str, Any]) -> None:
         self.change_layout()  # to what was trainable
         self.weight_averages.load(checkpoint)
+        sharded = self.columns is not None
         if self.ticket is not None:
-            why = replica_mismatch(checkpoint, self._identity(), self.engine.view) or "Nobody has joined after all."
+            why = (
+                replica_mismatch(checkpoint, self._identity(), self.engine.view, sharded)
+                or "Nobody has joined after all."
+            )
             self._start_from_consensus(_common_of(checkpoint), why)
             return
-        mine = self._source.replica(checkpoint, self._identity(), self.engine.view)
+        mine = self._source.replica(checkpoint, self._identity(), self.engine.view, self._state_name(), sharded)
         if isinstance(mine, str):
-            near = self._source.nearest(checkpoint, self._identity(), self.engine.view)
+            near = None if sharded else self._source.nearest(checkpoint, self._identity(), self.engine.view)
             self._start_from_consensus(near, mine)
             return
         self.engine.load_state_dict(mine, self.optimizers)
@@ -390,7 +401,7 @@ class ReplicaStrategy(HeteroStrategy):
     @override
     def on_train_end(self) -> None:
         self.end_background_plans()
-        self._shards.clean(self.checkpoint_io, self.engine.view.is_leader)
+        self._shards.clean(self.checkpoint_io, self.engine.links.is_leader)
         super().on_train_end()
 
     @override

@@ -38,6 +38,7 @@ from lightning_hetero.comm.object_collectives import portable
 from lightning_hetero.comm.view import View
 from lightning_hetero.errors import CheckpointError, not_none
 from lightning_hetero.lightning_compat import WrappingCheckpointIO, environment_of, hpc_path, trainer_of
+from lightning_hetero.replicas.sharding import is_sharded
 from lightning_hetero.strategies.capacity import Capacity
 from lightning_hetero.strategies.job import JobStrategy
 from lightning_hetero.strategies.position import begin_next_epoch, refetch_between_epochs, refetch_if_moved
@@ -215,7 +216,8 @@ class RankState:
                     random_states.put(checkpoint, [random for random, _ in everyone])
                     loader_states.put(checkpoint, [loaders for _, loaders in everyone], strategy.accounting.ended)
         with raise_on_all_ranks(alone):
-            yield on_cpu(strategy.checkpoint_io, checkpoint) if strategy.is_global_zero else checkpoint
+            writes = strategy.is_global_zero and not is_sharded(strategy.lightning_module)
+            yield on_cpu(strategy.checkpoint_io, checkpoint) if writes else checkpoint
         strategy.timer.restart()  # it is no part of a step's time
 
     def _add_common(self, checkpoint: dict[str, Any]) -> None:
@@ -275,21 +277,30 @@ class ResumedFile:
         """The file that has just been read."""
         return cls(path, load, {"step": checkpoint.get("global_step"), "save": save_name(checkpoint)})
 
-    def replica(self, checkpoint: Mapping[str, Any], who: CheckpointIdentity, view: View) -> dict[str, Any] | str:
+    def replica(
+        self, checkpoint: Mapping[str, Any], who: CheckpointIdentity, view: View, name: str, sharded: bool
+    ) -> dict[str, Any] | str:
         """This replica's own state; else, in words, why no replica can have its own (collective).
+
+        Args:
+            checkpoint: that was read.
+            who: wants to go on.
+            view: who takes part.
+            name: of the state: the replica's id, and with shards the rank's place in it.
+            sharded: whether the model is sharded.
 
         Raises:
             CheckpointError: on every rank, if a shard cannot be read.
         """
         saved = section(checkpoint, "replicas") or {}
-        problem, error, state = replica_mismatch(checkpoint, who, view), None, None
+        problem, error, state = replica_mismatch(checkpoint, who, view, sharded), None, None
         if problem is None and self.load is not None:
             try:
-                state = shards.read(self.load, self.path, view.replica.id, saved["save"])
+                state = shards.read(self.load, self.path, name, saved["save"])
             except Exception as broken:
                 error = broken
         if problem is None and error is None and state is None:
-            shard = shards.shard_path(self.path, view.replica.id, saved["save"])
+            shard = shards.shard_path(self.path, name, saved["save"])
             problem = (
                 f"Rank {view.rank} does not find its replica's own state, which was saved next to the checkpoint as "
                 f"{shard}. Copy or rename a checkpoint together with its shards."
@@ -307,11 +318,11 @@ class ResumedFile:
             CheckpointError: on every rank, if a shard cannot be read.
         """
         others, error, state = nearest_replicas(checkpoint, who, view), None, None
-        if not others or self.load is None or replica_mismatch(checkpoint, who, view) is None:
+        if not others or self.load is None or replica_mismatch(checkpoint, who, view, False) is None:
             return None
         try:
             load, save = self.load, (section(checkpoint, "replicas") or {})["save"]
-            found = (shards.read(load, self.path, other, save) for other in others)
+            found = (shards.read(load, self.path, str(other), save) for other in others)
             state = next((state for state in found if state is not None), None)
         except Exception as broken:
             error = broken

@@ -109,3 +109,48 @@ def test_shards_train_as_whole_replicas_do(name: str, shape: str) -> None:
     theirs = run(fit, sum(sizes), name, shards=False, **options)
     assert distance(ours[0], theirs[0]) < 1e-10
     assert all(distance(ours[0], each) < 1e-12 for each in ours)
+
+
+class Saves(pl.Callback):
+    """Saves in mid-epoch, at a step."""
+
+    def __init__(self, path: str, step: int) -> None:
+        self.path, self.step = path, step
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        if trainer.global_step == self.step:
+            trainer.save_checkpoint(self.path)
+
+
+def saved(name: str, path: str, resume: str | None = None, shards: bool = True, **given: Any) -> list[torch.Tensor]:
+    """The weights at the end of a fit that saves at its step 7, or goes on from a checkpoint."""
+    warnings.filterwarnings("ignore", "The checkpoint|Replicas of the job|.*fork")
+    module = ShardedNet(given.pop("optimizer", "adamw"))
+    module.shards = shards
+    callbacks = [] if resume else [Saves(path, 7)]
+    trainer = pl.Trainer(strategy=STRATEGIES[name](**given), max_epochs=2, callbacks=callbacks, **FAST)
+    trainer.fit(module, DataLoader(dataset(101), batch_size=4), ckpt_path=resume)
+    found = whole(module)
+    dist.barrier()
+    return found
+
+
+RESUMED: dict[str, dict[str, Any]] = {
+    "hetero_ddp": {},
+    **{name: SYNCHRONOUS[name] for name in ("hetero_node", "hetero_daso", "hetero_easgd", "hetero_diloco")},
+    "hetero_gossip": SYNCHRONOUS["hetero_gossip"],
+}
+
+
+@pytest.mark.parametrize("shape", ["2x2", "2+1"])
+@pytest.mark.parametrize("name", RESUMED)
+def test_a_resumed_fit_ends_as_one_that_was_not_stopped(name: str, shape: str, tmp_path: Any) -> None:
+    if shape == "2+1" and name in ONE_COLUMN:
+        pytest.skip("its replicas must be of one size")
+    sizes, path = SHAPES[shape], str(tmp_path / "a.ckpt")
+    options = {**RESUMED[name], "ranks_per_node": sizes, "balance": "off"}
+    options.pop("optimizer", None)
+    undisturbed = run(saved, sum(sizes), name, path, **options)
+    resumed = run(saved, sum(sizes), name, path, resume=path, **options)
+    for one, other in zip(undisturbed, resumed, strict=True):
+        assert distance(one, other) == 0
