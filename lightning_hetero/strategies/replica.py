@@ -308,7 +308,7 @@ class ReplicaStrategy(HeteroStrategy):
             super().save_checkpoint(checkpoint, filepath, storage_options)  # last, so that it never lacks a shard
 
     def _state_name(self) -> str:
-        """The name of this rank's part of its replica's own state: the replica's id, and with shards its place in it."""
+        """The name of what this rank saves of its replica: the replica's id, and with shards the rank's place in it."""
         replica = self.engine.view.replica
         return str(replica.id) if self.columns is None else f"{replica.id}.{replica.ranks.index(self.global_rank)}"
 

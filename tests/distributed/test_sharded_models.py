@@ -1,4 +1,4 @@
-"""A model that shards itself over the ranks of its replica trains as a whole one does: to rounding, with every string."""
+"""A model that shards itself over the ranks of its replica trains as a whole one does, to rounding."""
 
 import warnings
 from typing import Any
@@ -48,7 +48,7 @@ class ShardedTokens(Sharded, TokenNet):
 def whole(module: pl.LightningModule) -> list[torch.Tensor]:
     """The parameters, each gathered from its shards (collective over the replica)."""
     values = [p.detach() for p in module.parameters()]
-    return [p.full_tensor() if hasattr(p, "full_tensor") else p.clone() for p in values]
+    return [(p.full_tensor() if hasattr(p, "full_tensor") else p).clone() for p in values]
 
 
 def fit(
@@ -154,3 +154,82 @@ def test_a_resumed_fit_ends_as_one_that_was_not_stopped(name: str, shape: str, t
     resumed = run(saved, sum(sizes), name, path, resume=path, **options)
     for one, other in zip(undisturbed, resumed, strict=True):
         assert distance(one, other) == 0
+
+
+def resumed(path: str, name: str, sizes: list[int], shards: bool, **given: Any) -> list[torch.Tensor]:
+    """The weights with which a fit goes on from a checkpoint, and one step later."""
+    warnings.filterwarnings("ignore", "The checkpoint|Replicas of the job|.*fork")
+    module = ShardedNet("adamw")
+    module.shards = shards
+    options = {"balance": "off", "global_batch_size": 12, **given}
+    if name != "hetero_ddp":
+        options["ranks_per_node"] = sizes
+    trainer = pl.Trainer(strategy=STRATEGIES[name](**options), max_epochs=2, **FAST)
+    loader, found = DataLoader(dataset(101), batch_size=4), list[torch.Tensor]()
+
+    class First(pl.Callback):
+        def on_train_start(self, *_: Any) -> None:
+            found.extend(whole(module))
+
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            found.extend(whole(module))
+            trainer.should_stop = True
+
+    trainer.callbacks.append(First())
+    trainer.fit(module, loader, ckpt_path=path)
+    dist.barrier()
+    return found[:8]
+
+
+@pytest.mark.parametrize("full", [False, True], ids=["directory", "file"])
+@pytest.mark.parametrize("name", ["hetero_ddp", "hetero_node"])
+def test_a_checkpoint_is_read_on_other_ranks(name: str, full: bool, tmp_path: Any) -> None:
+    path = str(tmp_path / "a.ckpt")
+    options: dict[str, Any] = {"balance": "off", "global_batch_size": 12}
+    if name == "hetero_node":
+        options |= {"ranks_per_node": [2, 1], "every_n_steps": 3}
+    run(saved, 3, name, path, save_distributed_checkpoint=not full, **options)
+    shapes = [(2, 2), (1, 1)] if name == "hetero_node" else [(3,), (4,), (2,)]
+    jobs = {sizes: run(resumed, sum(sizes), path, name, list(sizes), True) for sizes in shapes}
+    jobs[1, 1, 1] = run(resumed, 3, path, name, [1, 1, 1], shards=False)
+    first = jobs[1, 1, 1][0]
+    for job in jobs.values():
+        for rank in job:
+            assert distance(rank[:4], first[:4]) < 1e-12, "the weights"
+            if name == "hetero_ddp":
+                assert distance(rank, first) < 1e-10, "the optimizer's state"
+
+
+def test_a_whole_checkpoint_goes_on_in_shards(tmp_path: Any) -> None:
+    path = str(tmp_path / "a.ckpt")
+    run(saved, 2, "hetero_ddp", path, shards=False, balance="off", global_batch_size=12)
+    theirs = run(resumed, 2, path, "hetero_ddp", [2], shards=False)
+    ours = run(resumed, 3, path, "hetero_ddp", [3], shards=True)
+    assert distance(ours[0], theirs[0]) < 1e-10
+
+
+def consensus_elsewhere(path: str) -> list[torch.Tensor]:
+    """The weights that Lightning's own strategy reads from a directory."""
+    module = ShardedNet("adamw")
+    strategy = pl.strategies.ModelParallelStrategy(tensor_parallel_size=1, data_parallel_size=2)
+    trainer = pl.Trainer(strategy=strategy, devices=2, max_epochs=2, **FAST)
+    found: list[torch.Tensor] = []
+
+    class Look(pl.Callback):
+        def on_train_start(self, *_: Any) -> None:
+            found.extend(whole(module))
+            trainer.should_stop = True
+
+    trainer.callbacks.append(Look())
+    trainer.fit(module, DataLoader(dataset(101), batch_size=6), ckpt_path=path)
+    dist.barrier()
+    return found
+
+
+def test_lightnings_own_strategy_reads_the_consensus(tmp_path: Any) -> None:
+    path = str(tmp_path / "a.ckpt")
+    options = {"ranks_per_node": [2, 1], "every_n_steps": 3, "balance": "off", "global_batch_size": 12}
+    run(saved, 3, "hetero_node", path, **options)
+    theirs = run(consensus_elsewhere, 2, path)
+    [alone] = run(resumed, 1, path, "hetero_ddp", [1], shards=False)
+    assert distance(theirs[0], alone[:4]) < 1e-12
