@@ -4,6 +4,7 @@ Each was read in Lightning 2.6.6; those that differ in 2.5.2 say so. Other files
 """
 
 import copy
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -64,9 +65,22 @@ def lend_mesh(module: "pl.LightningModule", mesh: Any) -> None:
     module._device_mesh = mesh
 
 
-def materialize(module: "pl.LightningModule", device: torch.device) -> None:
-    """Give memory and initial values to what has been made on the meta device."""
-    _materialize_distributed_module(module, device)
+def materialize(module: "pl.LightningModule", device: torch.device, place: int) -> None:
+    """Give memory and initial values to what has been made on the meta device.
+
+    Args:
+        module: the model.
+        device: where the memory is to be.
+        place: of this rank in its replica. On CPUs each rank draws the values of its shards by itself, which must not
+            be the same ones as those of others.
+    """
+    if device.type != "cpu":
+        _materialize_distributed_module(module, device)
+        return
+    with torch.random.fork_rng(devices=()), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "DTensor random operators")
+        torch.manual_seed(torch.initial_seed() + place)
+        _materialize_distributed_module(module, device)
 
 
 def trainer_of(module: "pl.LightningModule | None") -> "pl.Trainer | None":

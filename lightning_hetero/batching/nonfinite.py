@@ -60,10 +60,10 @@ class NonFiniteGuard:
         on_devices: whether all of these ranks compute on an accelerator. Else none may learn of it later than others.
 
     Attributes:
-        shards: averages gradients into shards, if the model is sharded; each rank then sees a part of them.
+        reduce_scatter: averages gradients into shards, if the model is sharded; each rank then sees a part of them.
     """
 
-    shards: ReduceScatter | None = None
+    reduce_scatter: ReduceScatter | None = None
 
     def __init__(
         self,
@@ -193,7 +193,7 @@ class NonFiniteGuard:
             # Not finite now, and finite after the averaging of an earlier backward pass of this step.
             self._own = (gradients_nonfinite(optimizers) > self._spread) | self._own
 
-        if self.shards is None and len(self._ranks) > 1 and self._averages(model) and start.requires_grad:
+        if self.reduce_scatter is None and len(self._ranks) > 1 and self._averages(model) and start.requires_grad:
             after_own_backward(start, look)
 
     def look(self, gradients: Sequence[Tensor]) -> None:
@@ -205,12 +205,12 @@ class NonFiniteGuard:
         """Look at the gradients after a backward pass, before hooks of the user, which ranks may have of their own."""
         if self._averages(model):
             self._spread = gradients_nonfinite(optimizers) | self._spread
-            if self.shards is not None:  # others may see it in theirs
+            if self.reduce_scatter is not None:  # others may see it in theirs
                 with self._waiting(), deadline("learn whether gradients are finite"):
-                    self._spread = self.shards.on_any_rank(self._spread)
+                    self._spread = self.reduce_scatter.on_any_rank(self._spread)
 
     def _device_can_leave_out(self, scaled: bool, optimizer: Optimizer) -> bool:
-        by_itself = self._on_devices and self._active == "error" and not scaled and self.shards is None
+        by_itself = self._on_devices and self._active == "error" and not scaled and self.reduce_scatter is None
         return by_itself and leaves_out_on_device(optimizer)
 
     @contextmanager

@@ -447,6 +447,63 @@ def end_unused() -> None:
             dist.destroy_process_group(group)
 
 
+class LastingGroup(dist.ProcessGroup):
+    """A process group for a device mesh: it stays the same object when its ranks are connected in another way.
+
+    PyTorch keeps a mesh's groups in sharded modules, in their tensors, and in caches. A group itself ends with a job,
+    or when a rank of another replica is lost.
+
+    Args:
+        name: of the group in this process.
+        rank: of this process in it.
+        size: number of its ranks.
+    """
+
+    def __init__(self, name: str, rank: int, size: int) -> None:
+        super().__init__(rank, size)  # type: ignore[call-arg]
+        self._own_name = name
+        self._group: dist.ProcessGroup | None = None
+
+    def connect(self, group: dist.ProcessGroup, backend: str) -> None:
+        """Let the ranks be connected by a group of the same size from now on."""
+        self._group, world = group, distributed_c10d._world
+        world.pg_map[self] = (backend, default_store())
+        world.pg_group_ranks[self] = dict(world.pg_group_ranks[group])
+        world.pg_names[self] = self._own_name
+        with suppress(RuntimeError):  # it has been, and the world has not ended since
+            distributed_c10d._register_process_group(self._own_name, self)  # type: ignore[arg-type]
+
+    @property
+    def group_name(self) -> str:  # type: ignore[override]
+        """The name by which PyTorch finds it."""
+        return self._own_name
+
+    def getBackendName(self) -> str:  # noqa: N802
+        """For PyTorch's logs."""
+        return "lightning_hetero-mesh"
+
+
+#: What PyTorch asks of a group that connects a mesh; the longer names from 2.13 on.
+_OF_A_MESH = (
+    *("allreduce", "allreduce_coalesced", "broadcast", "barrier", "gather", "scatter", "reduce", "send", "recv"),
+    *("allgather", "allgather_coalesced", "allgather_into_tensor_coalesced", "_allgather_base"),
+    *("reduce_scatter", "reduce_scatter_tensor_coalesced", "_reduce_scatter_base"),
+    *("alltoall", "alltoall_base", "all_to_all_single"),
+    *("all_gather_single", "all_gather_single_coalesced", "reduce_scatter_single", "reduce_scatter_single_coalesced"),
+)
+
+
+def _forwarded(name: str) -> Callable[..., Any]:
+    def method(self: LastingGroup, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self._group, name)(*args, **kwargs)
+
+    return method
+
+
+for _name in _OF_A_MESH:
+    if hasattr(dist.ProcessGroup, _name):
+        setattr(LastingGroup, _name, _forwarded(_name))
+
 Island = tuple[int, ...]
 
 

@@ -21,6 +21,7 @@ from lightning_hetero.comm.all_reduce import Between, DeviceAllReduce
 from lightning_hetero.comm.failures import deadline, is_communication_error
 from lightning_hetero.comm.groups import (
     Groups,
+    LastingGroup,
     MixedGroup,
     SharedMemoryGroups,
     Within,
@@ -35,6 +36,8 @@ from lightning_hetero.errors import CommunicationError, MembershipLostError, Uns
 
 #: Names of a mesh's dimensions, as Lightning's ``ModelParallelStrategy`` has them.
 DATA, TENSOR = "data_parallel", "tensor_parallel"
+#: Of this process, by device, size of tensor parallelism and ranks: PyTorch takes equal meshes for the same one.
+_meshes: dict[tuple[str, int, tuple[int, ...]], DeviceMesh] = {}
 _NEWS = 3.0  # seconds to wait for news of a rank that has ended
 
 
@@ -139,11 +142,12 @@ class Job:
             weakref.finalize(self, self._mixed.close).atexit = False
         return self._mixed
 
-    def device_mesh(self, tensor_parallel: int) -> DeviceMesh | None:
+    def device_mesh(self, tensor_parallel: int, former: Sequence[int] | None = None) -> DeviceMesh | None:
         """The devices of this rank's replica as a mesh, for a model that shards itself (collective over the replica).
 
         Args:
             tensor_parallel: number of consecutive ranks that split each layer among them.
+            former: the ranks of this replica in the view before, whose mesh goes on. Default: these.
 
         Returns:
             A mesh with the dimensions ``"data_parallel"`` and ``"tensor_parallel"``; ``None``: no backend connects its
@@ -153,13 +157,23 @@ class Job:
         backend = topology.backend(ranks)
         if backend is None:
             return None
-        mesh = torch.tensor(ranks).view(-1, tensor_parallel)
-        [[row, column]] = (mesh == self.view.rank).nonzero().tolist()
-        lines = {DATA: mesh[:, column].tolist(), TENSOR: mesh[row].tolist()}
-        found = [self.groups.get(name, line, backend, alone=True) for name, line in lines.items()]
-        groups = [not_none(group, "a group of the mesh") for group in found]
         device = topology.places[self.view.rank].device.split(":")[0]
-        return DeviceMesh.from_group(groups, device, mesh=mesh, mesh_dim_names=tuple(lines))
+        places = torch.tensor(ranks).view(-1, tensor_parallel)
+        [[row, column]] = (places == self.view.rank).nonzero().tolist()
+        lines = {DATA: places[:, column].tolist(), TENSOR: places[row].tolist()}
+        mesh = _meshes.pop((device, tensor_parallel, tuple(former or ranks)), None)
+        if mesh is None:
+            lasting: list[Any] = [
+                LastingGroup(f"{name} {line}, {device}", line.index(self.view.rank), len(line))
+                for name, line in lines.items()
+            ]
+        else:
+            lasting = mesh.get_all_groups()
+        for group, (name, line) in zip(lasting, lines.items(), strict=True):
+            group.connect(not_none(self.groups.get(name, line, backend, alone=True), "a group"), backend)
+        mesh = mesh or DeviceMesh.from_group(lasting, device, mesh=places, mesh_dim_names=tuple(lines))
+        _meshes[device, tensor_parallel, tuple(ranks)] = mesh
+        return mesh
 
     def devices_of_all(self) -> dist.ProcessGroup | None:
         """A group of all ranks for values that are logged, if all have GPUs that NCCL connects, in a single replica.

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch.strategies import StrategyRegistry
@@ -26,6 +26,7 @@ from lightning_hetero.errors import ConfigurationError, UnsupportedError
 from lightning_hetero.planning import cluster
 from lightning_hetero.planning.cluster import MEMORY, Cluster, LinkModel
 from lightning_hetero.planning.strategy_choice import AutoLimits, Choice, choose
+from lightning_hetero.replicas.sharding import is_sharded
 from lightning_hetero.replicas.vectors import broadcast_values
 from lightning_hetero.strategies import saving
 from lightning_hetero.strategies.base import HeteroStrategy
@@ -33,6 +34,9 @@ from lightning_hetero.strategies.default_groups import beyond
 from lightning_hetero.strategies.replica import ReplicaStrategy, with_options_of
 from lightning_hetero.strategies.trainer_checks import two_points
 from lightning_hetero.strategies.weight_averaging import averages_weights
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
 
 _TRIES = 10  # times that it waits for the ranks' speeds
 _PAIRS = 4  # links of each kind that are measured, or it would take long on many nodes
@@ -77,6 +81,15 @@ class AutoStrategy(ReplicaStrategy):
                 "Name the strategy that it has chosen for you (see its log), or use on_peer_loss='error'."
             )
         return (tuple(range(topology.world)),) if self.chosen is None else self.chosen.replicas(topology)
+
+    @override
+    def setup(self, trainer: "pl.Trainer") -> None:
+        if is_sharded(trainer.lightning_module):
+            raise UnsupportedError(
+                "hetero_auto with a sharded model: its shards belong to one set of replicas, and cannot move to others "
+                "within a fit. Name a strategy: hetero_ddp on fast links, hetero_diloco on slow ones."
+            )
+        super().setup(trainer)
 
     @override
     def make_averager(self) -> Averager:

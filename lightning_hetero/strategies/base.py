@@ -19,7 +19,7 @@ from torch.optim.optimizer import Optimizer
 from typing_extensions import override
 
 from lightning_hetero import lightning_compat
-from lightning_hetero.checkpoint import directory
+from lightning_hetero.checkpoint import directory, shards
 from lightning_hetero.checkpoint.format import explain_unreadable, warn_of_replicas
 from lightning_hetero.checkpoint.shards import Shards
 from lightning_hetero.comm import device_exit, failures, threads, waits
@@ -141,7 +141,7 @@ class HeteroStrategy(JobStrategy):
         lightning_compat.keep_batch_samplers(trainer)
         tell_while_waiting(trainer)
         self._check_setup(trainer)
-        lightning_compat.materialize(trainer.lightning_module, self.root_device)
+        self._materialize()
         if trainer.state.fn == TrainerFn.FITTING:
             device_exit.begin_fit()
             self._layer_sync = self.collaborators.ready_for_batch_norm(
@@ -157,6 +157,10 @@ class HeteroStrategy(JobStrategy):
             self._check_groups()
         self.monitored = MonitoredMetrics(trainer, self.collectives, self.monitored)
         self.collaborators.loaders.begin(trainer)
+
+    def _materialize(self) -> None:
+        """Give values to what the module has made on the meta device."""
+        lightning_compat.materialize(self.module, self.root_device, self.job.view.replica.ranks.index(self.global_rank))
 
     def _check_setup(self, trainer: pl.Trainer) -> None:
         """Refuse a Trainer and a model that would hang or be wrong (collective).
@@ -474,8 +478,13 @@ class HeteroStrategy(JobStrategy):
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         if directory.SHARDS in checkpoint or is_sharded(self.lightning_module):
-            lightning_compat.materialize(self.module, self.root_device)
-            directory.load_model(checkpoint, self.module, strict)
+            self._materialize()
+            error: Exception | None = None
+            try:
+                directory.load_model(checkpoint, self.module, strict)
+            except Exception as broken:
+                error = broken
+            shards.agree_on_problem(None, error)
         else:
             super().load_model_state_dict(checkpoint, strict)
 

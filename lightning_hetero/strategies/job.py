@@ -414,17 +414,17 @@ class JobStrategy(DDPStrategy):
         lightning_compat.lend_mesh(module, mesh)
 
     @property
-    def shards(self) -> ReduceScatter | None:
+    def reduce_scatter(self) -> ReduceScatter | None:
         """What averages gradients into shards, if the model is sharded and its replica has several ranks."""
-        return self.collaborators.nonfinite.shards if self.joined else None
+        return self.collaborators.nonfinite.reduce_scatter if self.joined else None
 
     def share_buffers(self) -> None:
         """Give all ranks of the replica the buffers of its first (collective over the replica)."""
         if isinstance(self.model, ReplicaDDP):
             self.model.share_buffers()
-        elif self.shards is not None:
+        elif self.reduce_scatter is not None:
             with self.timer.waiting(), deadline("share buffers"):
-                self.shards.share_buffers(self.module)
+                self.reduce_scatter.share_buffers(self.module)
 
     # -- DDP over the replica ----------------------------------------------------------------------
 
@@ -436,8 +436,8 @@ class JobStrategy(DDPStrategy):
         if group is None:
             return  # nothing to average with: DDP would only cost time
         if is_sharded(model):  # fully_shard averages
-            parts.nonfinite.shards = ReduceScatter(group, parts.nonfinite.look)
-            parts.nonfinite.shards.serve(not_none(model, "the model"))
+            parts.nonfinite.reduce_scatter = ReduceScatter(group, parts.nonfinite.look)
+            parts.nonfinite.reduce_scatter.serve(not_none(model, "the model"))
             self._announce_route(f"{job.view.topology.route(ranks)}, into shards")
             return
         options = {**lightning_compat.ddp_options(self), "device_ids": self.determine_ddp_device_ids()}

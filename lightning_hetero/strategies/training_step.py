@@ -136,7 +136,7 @@ class TrainingStep:
             output = step(*args, **kwargs)
             if output is not None or not module.automatic_optimization:
                 return output
-            if len(self._accounting.replica) > 1 and self._finite.shards is not None:
+            if len(self._accounting.replica) > 1 and self._finite.reduce_scatter is not None:
                 raise UnsupportedError(
                     f"`training_step` returned None on rank {module.global_rank} at {describe(module.trainer)}. The "
                     "model is sharded, and the other ranks need this one in their backward passes. Return "
@@ -198,8 +198,8 @@ class TrainingStep:
 
     def _zero_backward(self, module: nn.Module) -> AbstractContextManager[None]:
         """A block in which a backward pass gives zeros, whatever the loss is."""
-        shards = self._finite.shards
-        return zero_backward(module) if shards is None else shards.zeros()
+        reduce_scatter = self._finite.reduce_scatter
+        return zero_backward(module) if reduce_scatter is None else reduce_scatter.zeros()
 
     @property
     def counts(self) -> bool:

@@ -10,10 +10,12 @@ import torch.distributed as dist
 from ranks import attempt, run
 from tasks import FAST, Net, TokenNet, dataset
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
-from lightning_hetero.errors import NotFiniteError
+from lightning_hetero.errors import CheckpointError, HeteroError, NotFiniteError
 from lightning_hetero.strategies.table import ENTRIES
 
 STRATEGIES = {entry.name: entry.strategy for entry in ENTRIES}
@@ -334,3 +336,173 @@ def test_asynchronous_strings_end_alike(name: str) -> None:
     assert all(distance(ours[0], each) < 1e-12 for each in ours)
     whole = run(fit, 4, name, shards=False, replica="node", ranks_per_node=2, **ASYNCHRONOUS[name])
     assert distance(ours[0], whole[0]) < 0.2  # who comes first differs from run to run
+
+
+# -- how models are made, and what they take ---------------------------------------------------------
+
+
+class OnMeta(ShardedNet):
+    """Nobody ever holds the whole model: it is made without memory, sharded, and given values then."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        del self.net
+
+    def configure_model(self) -> None:
+        if hasattr(self, "net"):
+            return
+        with torch.device("meta"):
+            self.net = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1)).to(torch.float64)
+        super().configure_model()
+
+
+class Checkpointed(ShardedNet):
+    """Computes activations again in the backward pass."""
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        x, y, *_ = batch
+        return nn.functional.mse_loss(checkpoint(self.net, x, use_reentrant=False), y)
+
+
+class Compiled(ShardedNet):
+    """Compiles each layer, before it is sharded."""
+
+    def configure_model(self) -> None:
+        if not hasattr(self, "sharded"):
+            for layer in self.net:
+                layer.compile(backend="aot_eager", dynamic=True)
+        super().configure_model()
+
+
+@pytest.mark.parametrize("kind", [Checkpointed, Compiled])
+def test_models_are_made_in_many_ways(kind: type[Any]) -> None:
+    options = {**SYNCHRONOUS["hetero_diloco"], "ranks_per_node": [2, 1]}
+    ours = run(fit, 3, "hetero_diloco", kind=kind, **options)
+    theirs = run(fit, 3, "hetero_diloco", shards=False, **options)
+    assert distance(ours[0], theirs[0]) < 1e-10
+
+
+def values_of_meta(path: str) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """The weights of a model without memory at the beginning of a fit, and with a checkpoint."""
+    found: list[list[torch.Tensor]] = []
+
+    class Look(pl.Callback):
+        def on_train_start(self, trainer: Any, module: Any) -> None:
+            found.append(whole(module))
+            trainer.should_stop = True
+
+    warnings.filterwarnings("ignore", "The checkpoint|Replicas of the job")
+    for resume in (None, path):
+        torch.manual_seed(dist.get_rank() if dist.is_initialized() else 0)  # ranks draw other values
+        strategy = STRATEGIES["hetero_node"](ranks_per_node=[2, 1])
+        trainer = pl.Trainer(strategy=strategy, max_epochs=2, callbacks=[Look()], **FAST)
+        trainer.fit(OnMeta(optimizer="adamw"), DataLoader(dataset(101), batch_size=4), ckpt_path=resume)
+    dist.barrier()
+    return found[0], found[1]
+
+
+def test_a_model_without_memory_begins_alike_and_is_loaded(tmp_path: Any) -> None:
+    path = str(tmp_path / "a.ckpt")
+    run(saved, 2, "hetero_ddp", path, balance="off")
+    [there] = run(resumed, 1, path, "hetero_ddp", [1], shards=False)
+    found = run(values_of_meta, 3, path)
+    for begun, loaded in found:
+        assert distance(begun, found[0][0]) == 0
+        assert 0 < max(value.abs().max().item() for value in begun) < 1
+        assert distance(loaded, there[:4]) == 0
+
+
+def narrow(precision: Any) -> list[torch.Tensor]:
+    module = ShardedNet(optimizer="adamw", dtype=torch.float32)
+    strategy = STRATEGIES["hetero_diloco"](ranks_per_node=[2, 1], tau=4)
+    trainer = pl.Trainer(strategy=strategy, max_epochs=2, precision=precision, **FAST)
+    trainer.fit(module, DataLoader(dataset(101, torch.float32), batch_size=4))
+    found = whole(module)
+    dist.barrier()
+    return found
+
+
+@pytest.mark.parametrize(("precision", "dtype"), [("bf16-mixed", torch.float32), ("bf16-true", torch.bfloat16)])
+def test_precisions(precision: str, dtype: torch.dtype) -> None:
+    ours = run(narrow, 3, precision)
+    assert all(value.dtype == dtype for value in ours[0])
+    assert all(distance(ours[0], each) == 0 for each in ours)
+
+
+def bytes_sent() -> tuple[int, int, int]:
+    """Bytes that this rank has sent between replicas, exchanges, and values of its shards."""
+    module = ShardedNet()
+    strategy = STRATEGIES["hetero_node"](ranks_per_node=2, every_n_steps=2)
+    trainer = pl.Trainer(strategy=strategy, max_steps=8, **FAST)
+    trainer.fit(module, DataLoader(dataset(101), batch_size=4))
+    shards = sum(p.to_local().numel() for p in module.parameters())
+    held = [value.numel() for value in strategy.averager.reference] if strategy.averager else []
+    assert sum(held) in (0, shards)
+    dist.barrier()
+    return strategy.traffic.bytes, strategy.traffic.exchanges, shards
+
+
+def test_each_byte_crosses_once() -> None:
+    found = run(bytes_sent, 4)
+    whole_model = 8 * 16 + 16 + 16 + 1
+    for replica in (found[:2], found[2:]):
+        assert sum(shards for *_, shards in replica) == whole_model
+        for sent, exchanges, shards in replica:
+            assert sent == exchanges * 8 * shards  # an all-reduce of two: each sends its vector of float64 once
+
+
+# -- what is refused ---------------------------------------------------------------------------------
+
+
+class OverTheWorld(Sharded, Net):
+    def configure_model(self) -> None:
+        fully_shard(self.net)
+
+
+class Partly(Sharded, Net):
+    def configure_model(self) -> None:
+        fully_shard(self.net[0], mesh=self.device_mesh["data_parallel"])
+
+
+class Later(Sharded, Net):
+    """Has no `configure_model` of its own."""
+
+    configure_model = pl.LightningModule.configure_model
+
+    def setup(self, stage: str) -> None:
+        fully_shard(self.net, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+
+
+class ReadsSizes(Sharded, Net):
+    """As a module for a job of four ranks that Lightning's strategy would start."""
+
+    def configure_model(self) -> None:
+        assert self.device_mesh["data_parallel"].size() == 4, "this module is for four ranks"
+
+
+REFUSED: dict[str, tuple[str, type[Any], dict[str, Any], str]] = {
+    "over the world": ("hetero_node", OverTheWorld, {"ranks_per_node": [2, 1]}, "is sharded over ranks"),
+    "partly": ("hetero_ddp", Partly, {}, "is not sharded, and other parameters are"),
+    "elsewhere": ("hetero_ddp", Later, {}, "but not in `configure_model`"),
+    "sizes": ("hetero_ddp", ShardedNet, {"data_parallel_size": 2}, "data_parallel_size=2 times"),
+    "gossip": ("hetero_gossip", ShardedNet, {"replica": "node", "ranks_per_node": [2, 1]}, "replicas of one size"),
+    "wire": ("hetero_node", ShardedNet, {"wire": "int8", "ranks_per_node": [2, 1]}, "a low-bit wire with a sharded"),
+    "auto": ("hetero_auto", ShardedNet, {}, "hetero_auto"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_is_refused_on_every_rank(case: str) -> None:
+    name, kind, options, message = REFUSED[case]
+    for outcome in attempt(fit, 3, name, kind=kind, timeout=60, **options):
+        assert isinstance(outcome.error, HeteroError), outcome.trace
+        assert message in str(outcome.error)
+
+
+def test_a_directory_that_lacks_a_file_is_refused_on_every_rank(tmp_path: Any) -> None:
+    path = tmp_path / "a.ckpt"
+    run(saved, 2, "hetero_ddp", str(path), balance="off")
+    next(path.glob("*.distcp")).unlink()
+    for outcome in attempt(saved, 2, "hetero_ddp", str(path), resume=str(path), balance="off"):
+        assert isinstance(outcome.error, CheckpointError), outcome.trace
+        assert "lacks a file" in str(outcome.error)
