@@ -32,7 +32,7 @@ from lightning_hetero.algorithms.state import (
 )
 from lightning_hetero.batching.accounting import BatchAccounting
 from lightning_hetero.batching.loss import LossTracker
-from lightning_hetero.comm.agreement import check_equal, value_of_rank
+from lightning_hetero.comm.agreement import check_equal
 from lightning_hetero.comm.all_reduce import ReplicaLinks, Traffic
 from lightning_hetero.comm.view import View
 from lightning_hetero.errors import CheckpointError, NotFiniteError, UnsupportedError
@@ -352,7 +352,7 @@ class Engine:
         equal = len({commits for commits, *_ in progress}) == 1  # then vectors are, too
         names = [field.name for field in fields_of(type(averager), Shared, PerReplica)]
         sent = {name: state[name] for name in names if not (equal and has_tensors(state[name]))}
-        theirs = value_of_rank(sent, furthest)
+        theirs = self.links.value_of(furthest, sent)
         averager.setup(averager.replica, self.links, self._optimizers, run)
         write(averager, {**state, **theirs}, Shared, Own, PerReplica)
         context = self.context(epoch_ends=False)

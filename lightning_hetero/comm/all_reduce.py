@@ -13,7 +13,7 @@ import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 
-from lightning_hetero.comm.agreement import gather
+from lightning_hetero.comm.agreement import gather, value_of_rank
 from lightning_hetero.comm.compression import (
     DTYPES,
     Encoding,
@@ -385,7 +385,7 @@ class ReplicaLinks:
         self._another = partial(ReplicaAllReduce, groups=groups, skip=skip, columns=columns)
         self._foreground = self._another(rank, replicas, purpose="averages", on_devices=on_devices)
         self._background = self._another(rank, replicas, purpose="averages in the background")
-        self._groups = groups
+        self._groups, self._replicas = groups, replicas
         self.index, self.count = group_of(rank, replicas), len(replicas)
         self._rank, self._ranks = rank, (rank,) if columns else replicas[self.index]
         self._columns = bool(columns)
@@ -419,6 +419,16 @@ class ReplicaLinks:
         group = self._groups.get("from one rank to those with its shard", self._peers) if self._columns else None
         if group is not None or not self._columns:
             dist.broadcast(tensor, rank, group=group)
+
+    def value_of(self, rank: int, value: T) -> T:
+        """The value of a rank; where each has a shard, of the one of its replica that has this one's.
+
+        Collective over all ranks.
+        """
+        if not self._columns:
+            return value_of_rank(value, rank)
+        group = self._groups.get("values of those with the same shard", self._peers)
+        return gather(value, "the state of a replica", group)[group_of(rank, self._replicas)] if group else value
 
     def broadcast(self, tensor: Tensor) -> None:
         """Give all ranks of the replica the tensor of its leader, in place (collective over the replica).

@@ -461,7 +461,7 @@ class LastingGroup(dist.ProcessGroup):
 
     def __init__(self, name: str, rank: int, size: int) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]
-        self._own_name = name
+        self._own_name: Any = name
         self._group: dist.ProcessGroup | None = None
 
     def connect(self, group: dist.ProcessGroup, backend: str) -> None:
@@ -471,10 +471,10 @@ class LastingGroup(dist.ProcessGroup):
         world.pg_group_ranks[self] = dict(world.pg_group_ranks[group])
         world.pg_names[self] = self._own_name
         with suppress(RuntimeError):  # it has been, and the world has not ended since
-            distributed_c10d._register_process_group(self._own_name, self)  # type: ignore[arg-type]
+            distributed_c10d._register_process_group(self._own_name, self)
 
     @property
-    def group_name(self) -> str:  # type: ignore[override]
+    def group_name(self) -> Any:
         """The name by which PyTorch finds it."""
         return self._own_name
 

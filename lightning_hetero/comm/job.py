@@ -36,8 +36,9 @@ from lightning_hetero.errors import CommunicationError, MembershipLostError, Uns
 
 #: Names of a mesh's dimensions, as Lightning's ``ModelParallelStrategy`` has them.
 DATA, TENSOR = "data_parallel", "tensor_parallel"
-#: Of this process, by device, size of tensor parallelism and ranks: PyTorch takes equal meshes for the same one.
-_meshes: dict[tuple[str, int, tuple[int, ...]], DeviceMesh] = {}
+#: Of this process, by device, size of tensor parallelism and ranks, with their groups: PyTorch takes equal meshes for
+#: the same one.
+_meshes: dict[tuple[str, int, tuple[int, ...]], tuple[DeviceMesh | None, list[LastingGroup]]] = {}
 _NEWS = 3.0  # seconds to wait for news of a rank that has ended
 
 
@@ -154,25 +155,24 @@ class Job:
             devices.
         """
         ranks, topology = self.view.replica.ranks, self.view.topology
-        backend = topology.backend(ranks)
+        device = topology.places[self.view.rank].device.split(":")[0]
+        backend = topology.backend(ranks) or ("nccl" if len(ranks) == 1 and device == "cuda" else None)
         if backend is None:
             return None
-        device = topology.places[self.view.rank].device.split(":")[0]
         places = torch.tensor(ranks).view(-1, tensor_parallel)
         [[row, column]] = (places == self.view.rank).nonzero().tolist()
         lines = {DATA: places[:, column].tolist(), TENSOR: places[row].tolist()}
-        mesh = _meshes.pop((device, tensor_parallel, tuple(former or ranks)), None)
+        mesh, lasting = _meshes.pop((device, tensor_parallel, tuple(former or ranks)), (None, []))
         if mesh is None:
-            lasting: list[Any] = [
+            lasting = [
                 LastingGroup(f"{name} {line}, {device}", line.index(self.view.rank), len(line))
                 for name, line in lines.items()
             ]
-        else:
-            lasting = mesh.get_all_groups()
         for group, (name, line) in zip(lasting, lines.items(), strict=True):
             group.connect(not_none(self.groups.get(name, line, backend, alone=True), "a group"), backend)
-        mesh = mesh or DeviceMesh.from_group(lasting, device, mesh=places, mesh_dim_names=tuple(lines))
-        _meshes[device, tensor_parallel, tuple(ranks)] = mesh
+        groups: list[Any] = [*lasting]
+        mesh = mesh or DeviceMesh.from_group(groups, device, mesh=places, mesh_dim_names=tuple(lines))
+        _meshes[device, tensor_parallel, tuple(ranks)] = mesh, lasting
         return mesh
 
     def devices_of_all(self) -> dist.ProcessGroup | None:

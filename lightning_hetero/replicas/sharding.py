@@ -3,7 +3,7 @@
 import sys
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import accumulate
 from typing import Any
 
@@ -119,6 +119,14 @@ def _fsdp1(module: nn.Module) -> str | None:
         return None
     kind = fsdp.FullyShardedDataParallel
     return next((name or type(part).__name__ for name, part in module.named_modules() if isinstance(part, kind)), None)
+
+
+def forget_step(module: nn.Module) -> None:
+    """Let a sharded model forget a step that has broken within it."""
+    parts: list[Any] = [part for part in module.modules() if hasattr(part, "reset_iter_state")]
+    for part in parts:
+        with suppress(RuntimeError, AttributeError):  # no forward pass begins with it
+            part.reset_iter_state()
 
 
 class ReduceScatter:

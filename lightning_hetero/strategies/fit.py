@@ -142,7 +142,8 @@ class Fit:
         engine = make_engine(job, accounting)
         if former is not None:
             engine.continue_from(former.engine)
-        step = TrainingStep(accounting, engine, nonfinite, collectives, several=view.count > 1)
+        survives = options.on_peer_loss == "continue"
+        step = TrainingStep(accounting, engine, nonfinite, collectives, view.count > 1, survives)
         if former is not None and repartition is not None:
             nonfinite.continue_from(former.nonfinite)
             step.continue_from(former.step)

@@ -32,11 +32,12 @@ from lightning_hetero.comm.job import Job, RendezvousAddress, ViewSuccession, jo
 from lightning_hetero.comm.stores import StoreUser
 from lightning_hetero.comm.threads import record_sockets
 from lightning_hetero.comm.topology import Topology, interface_towards, place_of
-from lightning_hetero.errors import UnsupportedError, not_none
+from lightning_hetero.comm.view import View
+from lightning_hetero.errors import MembershipLostError, UnsupportedError, not_none
 from lightning_hetero.launch.environment import RenumberedEnvironment, check_variables, hostname, local_devices
 from lightning_hetero.launch.observer import ObservedLauncher
 from lightning_hetero.replicas import optimizer_states
-from lightning_hetero.replicas.sharding import Columns, ReduceScatter, is_sharded, wrong_mesh
+from lightning_hetero.replicas.sharding import Columns, ReduceScatter, forget_step, is_sharded, wrong_mesh
 from lightning_hetero.strategies.default_groups import GroupOverrides, register_hook
 from lightning_hetero.strategies.fit import Fit
 from lightning_hetero.strategies.metrics import MonitoredMetrics
@@ -325,10 +326,14 @@ class JobStrategy(DDPStrategy):
         known = PlanningState.of(self.accounting.planner)
         value_of_rank(known, source).apply_to(self.accounting.planner)
         past.end(before.view.ids, self.accounting.planner, repartition.start)
+        self.columns = None
         self.build(job, repartition)
         self.engine.take_over(engine, [before.view.index_of(member.id) for member in job.view.replicas])
         if self.accumulates_locally:  # each is weighted for a mean over the former ranks
             scale_gradients(self.module, len(job.view.replica.ranks) / len(before.view.replica.ranks))
+        if is_sharded(self.module):
+            self.job.device_mesh(self._tensor_parallel, former=before.view.replica.ranks)
+            self.configure_ddp()
         self.wrap_in_view()  # first: a replica shares its buffers by its DDP
         self.engine.continue_after_loss(missed, self.fit_info())
         self.continue_in_view()
@@ -337,6 +342,7 @@ class JobStrategy(DDPStrategy):
         """Let the replica average gradients in a new view (collective)."""
         self.group_overrides.lend_layers(self.module, self.job.data_group())
         self.wrap_again()
+        self.connect_shards()
 
     def continue_in_view(self) -> None:
         """Let what works through the store, and plans, go on in a new view (collective)."""
@@ -349,11 +355,30 @@ class JobStrategy(DDPStrategy):
         """Drop what is under way: all connections are broken. Local."""
         self.accounting.forget()
         self.engine.abandon()
+        forget_step(self.module)
 
     @property
     def accumulates_locally(self) -> bool:
         """Whether each rank adds up gradients of its own until a window ends, and ranks average the sum."""
         return self.module.automatic_optimization and self.trainer.accumulate_grad_batches > 1
+
+    def check_shards(self, view: View, done: Sequence[tuple[int, int]]) -> None:
+        """See that the ranks of each replica have shards of the same step, where the model is sharded.
+
+        Args:
+            view: of the ranks that remain.
+            done: of each rank, its optimizer steps and its exchanges.
+
+        Raises:
+            MembershipLostError: on every rank: they do not.
+        """
+        for ranks in view.ranks if is_sharded(self.module) else ():
+            if len({done[rank] for rank in ranks}) > 1:
+                raise MembershipLostError(
+                    f"Ranks {list(ranks)} cannot go on: another rank was lost just when some of them had completed a "
+                    f"step or an exchange ({[done[rank] for rank in ranks]} steps and exchanges), and the others "
+                    "cannot get it from them, since each has shards of its own. Start again from a checkpoint."
+                )
 
     def copy_states(self, steps: Sequence[int]) -> None:
         """Let the ranks of each replica go on from the one that has taken most optimizer steps (collective).
@@ -406,12 +431,25 @@ class JobStrategy(DDPStrategy):
         if (module := self.lightning_module) is None:
             return
         ranks, options, mesh = self.job.view.replica.ranks, self.options, None
-        tensor = 1 if options.tensor_parallel_size == "auto" else options.tensor_parallel_size
+        tensor = self._tensor_parallel
         data = max(len(ranks) // tensor, 1) if options.data_parallel_size == "auto" else options.data_parallel_size
         raise_on_all(wrong_mesh(data, tensor, ranks), "the sizes of the device mesh")
         if is_overridden("configure_model", module):
             mesh = self.job.device_mesh(tensor)
         lightning_compat.lend_mesh(module, mesh)
+
+    @property
+    def _tensor_parallel(self) -> int:
+        size = self.options.tensor_parallel_size
+        return 1 if size == "auto" else size
+
+    def connect_shards(self) -> None:
+        """Let each rank exchange its shards with those that hold the same, if the model is sharded (collective)."""
+        self.columns, view = None, self.job.view
+        if is_sharded(self.module) and view.count > 1:
+            self.columns = Columns.of(self.module, view.ranks, view.rank)
+            rank_zero_info(f"{type(self).__name__}: {self.columns}.")
+            self.engine.links = self.make_links(self.job)
 
     @property
     def reduce_scatter(self) -> ReduceScatter | None:

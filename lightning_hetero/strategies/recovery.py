@@ -108,7 +108,8 @@ class PeerRecovery(RecoveryPolicy):
         center = getattr(getattr(strategy, "algorithm", None), "center", None)
         sources, name = strategy.accounting.loaders.sources(), type(strategy).__name__
         callbacks = strategy.trainer.callbacks  # type: ignore[attr-defined]
-        return unsurvivable(view, strategy.options.min_replicas, sources, callbacks, center, name)
+        least, module = strategy.options.min_replicas, strategy.module
+        return unsurvivable(view, least, sources, callbacks, center, name, module)
 
     def _watch_each_other(self, job: Job) -> None:
         """Begin to take part in the membership of a view (collective)."""
@@ -340,6 +341,7 @@ class PeerRecovery(RecoveryPolicy):
         with collectives.plain():
             job = strategy.job.for_survivors(agreed.number, agreed.members, store)
             all_progress = [Progress(*agreed.progress[id]) for id in job.view.ids]
+            strategy.check_shards(job.view, [(progress.step, progress.exchanges) for progress in all_progress])
             catch_up(collectives, all_progress, own)
             former_ranks = tuple(before.ids.index(id) for id in job.view.ids)
             reports = [progress.reports for progress in all_progress]

@@ -38,7 +38,7 @@ from lightning_hetero.comm.topology import ReplicaKind, Topology
 from lightning_hetero.errors import ConfigurationError, UnsupportedError
 from lightning_hetero.lightning_compat import WrappingCheckpointIO
 from lightning_hetero.replicas import optimizer_states
-from lightning_hetero.replicas.sharding import Columns, is_sharded
+from lightning_hetero.replicas.sharding import is_sharded
 from lightning_hetero.replicas.vectors import broadcast_shards, broadcast_values
 from lightning_hetero.strategies import saving
 from lightning_hetero.strategies.base import HeteroStrategy
@@ -173,7 +173,7 @@ class ReplicaStrategy(HeteroStrategy):
         super().setup(trainer)
         if fits:
             raise_on_all(complex_parameters(self.module), "the model")
-            self._connect_shards()
+            self.connect_shards()
             if self.ticket is None:  # else all have loaded the same values
                 self._broadcast_values()
             self._metrics = LoggedMetrics(trainer)
@@ -181,14 +181,6 @@ class ReplicaStrategy(HeteroStrategy):
             if self.engine.averages:
                 raise_on_all(two_points(self.optimizers), "the optimizers")
             self.weight_averages = WeightAverages.of(callbacks if self.engine.averages else (), self.module)
-
-    def _connect_shards(self) -> None:
-        """Let each rank exchange its shards with those that hold the same, if the model is sharded (collective)."""
-        self.columns = None
-        if is_sharded(self.module) and self.engine.view.count > 1:
-            self.columns = Columns.of(self.module, self.engine.view.ranks, self.global_rank)
-            rank_zero_info(f"{type(self).__name__}: {self.columns}.")
-            self.engine.links = self.make_links(self.job)
 
     def _broadcast_values(self) -> None:
         """Give all ranks the first replica's values (collective)."""

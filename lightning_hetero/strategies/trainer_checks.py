@@ -22,7 +22,7 @@ from lightning_hetero.comm.compression import encoding_of
 from lightning_hetero.comm.view import View
 from lightning_hetero.errors import ConfigurationError, HeteroError, UnsupportedError
 from lightning_hetero.lightning_compat import saves_by_time, validation_interval
-from lightning_hetero.replicas.sharding import is_dtensor
+from lightning_hetero.replicas.sharding import is_dtensor, is_sharded
 from lightning_hetero.strategies.weight_averaging import averages_weights
 
 if TYPE_CHECKING:
@@ -236,7 +236,13 @@ def restore_trainable(module: torch.nn.Module, trainable: Mapping[str, bool]) ->
 
 
 def unsurvivable(
-    view: View, least: int, sources: Iterable[Any], callbacks: Iterable[Callback], center: str | None, strategy: str
+    view: View,
+    least: int,
+    sources: Iterable[Any],
+    callbacks: Iterable[Callback],
+    center: str | None,
+    strategy: str,
+    module: torch.nn.Module,
 ) -> HeteroError | None:
     """The reason why a fit could not go on without a rank; ``None`` if it can.
 
@@ -247,7 +253,10 @@ def unsurvivable(
         callbacks: of the Trainer.
         center: where the algorithm has its center, if it has one.
         strategy: its name.
+        module: the model.
     """
+    if is_sharded(module) and (why := _shards_need_all(view)) is not None:
+        return UnsupportedError(f"on_peer_loss='continue' with a sharded model: {why}")
     found = len(view.units)
     if found < least:
         what = "ranks" if view.ranks_leave else "replicas"
@@ -284,6 +293,23 @@ def unsurvivable(
             "yet while an operation with a dead rank is pending. Make each rank a replica of its own (replica='rank'), "
             "or use on_peer_loss='error' with checkpoints to start again from."
         )
+    return None
+
+
+def _shards_need_all(view: View) -> str | None:
+    """The reason why a sharded model cannot go on without a rank, if so."""
+    if view.count == 1:
+        return (
+            "the shards of a lost rank are lost, and there is no other replica. Use a strategy with several replicas, "
+            "such as hetero_diloco; or on_peer_loss='error' with checkpoints to start again from."
+        )
+    if len(sizes := {len(ranks) for ranks in view.ranks}) > 1:
+        return (
+            f"replicas of {sorted(sizes)} ranks would have to cut their shards anew. Give all replicas the same number "
+            "of ranks (ranks_per_node); or use on_peer_loss='error' with checkpoints to start again from."
+        )
+    if sizes != {1} and not hasattr(torch.distributed.fsdp.FSDPModule, "reset_iter_state"):
+        return f"PyTorch {torch.__version__} cannot repeat a step that has broken. Install 2.13 or later."
     return None
 
 

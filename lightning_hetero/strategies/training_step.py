@@ -55,6 +55,7 @@ class TrainingStep:
         finite: looks for losses and gradients that are not finite.
         collectives: what reduces values that are logged.
         several: whether there are several replicas.
+        survives: whether a fit goes on when ranks are lost.
     """
 
     def __init__(
@@ -64,8 +65,10 @@ class TrainingStep:
         finite: NonFiniteGuard,
         collectives: Collectives,
         several: bool,
+        survives: bool,
     ) -> None:
         self._accounting, self._engine, self._finite, self._collectives = accounting, engine, finite, collectives
+        self._survives = survives
         self._observer = CollectiveObserver(accounting.timer, several)
         self._timer = accounting.timer
         self._samples = 0.0  # of the replica, in the running window
@@ -230,6 +233,9 @@ class TrainingStep:
             left_out = self._finite.skips_step(module, scaled, optimizer) or self._samples == 0
             if left_out:
                 zero_gradients(optimizer)
+            if self._finite.reduce_scatter is not None and self._survives:
+                with self._timer.waiting(), deadline("learn that all ranks have their gradients"):
+                    self._finite.reduce_scatter.on_any_rank(False)  # a step that some have taken cannot be repeated
             return output
 
         with (

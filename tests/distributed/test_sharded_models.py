@@ -1,5 +1,6 @@
 """A model that shards itself over the ranks of its replica trains as a whole one does, to rounding."""
 
+import os
 import warnings
 from typing import Any
 
@@ -8,14 +9,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import attempt, run
-from tasks import FAST, Net, TokenNet, dataset
+from tasks import FAST, Killed, Net, TokenNet, dataset
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
-from lightning_hetero.errors import CheckpointError, HeteroError, NotFiniteError
+from lightning_hetero.errors import CheckpointError, HeteroError, NotFiniteError, UnsupportedError
 from lightning_hetero.strategies.table import ENTRIES
 
 STRATEGIES = {entry.name: entry.strategy for entry in ENTRIES}
@@ -506,3 +507,39 @@ def test_a_directory_that_lacks_a_file_is_refused_on_every_rank(tmp_path: Any) -
     for outcome in attempt(saved, 2, "hetero_ddp", str(path), resume=str(path), balance="off"):
         assert isinstance(outcome.error, CheckpointError), outcome.trace
         assert "lacks a file" in str(outcome.error)
+
+
+# -- a replica is lost -------------------------------------------------------------------------------
+
+
+def survived(name: str, shards: bool, **options: Any) -> Any:
+    """The weights at the end of a fit in which the last rank is killed at its sixth step."""
+    warnings.filterwarnings("ignore", "rank .*Training goes on|.*exchanges under way|Replicas of the job|.*starts over")
+    module = ShardedNet()
+    module.shards = shards
+    strategy = STRATEGIES[name](on_peer_loss="continue", timeout=60, balance="off", **options)
+    callbacks = [Killed(int(os.environ["WORLD_SIZE"]) - 1, 6)]
+    trainer = pl.Trainer(strategy=strategy, max_epochs=2, callbacks=callbacks, **FAST)
+    trainer.fit(module, DataLoader(dataset(120), batch_size=4))
+    return whole(module), trainer.world_size, strategy.recovery.losses
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("name", ["hetero_node", "hetero_daso", "hetero_diloco", "hetero_easgd", "hetero_gossip"])
+def test_sharded_replicas_go_on_when_one_is_lost(name: str, ranks: int) -> None:
+    options = {**SYNCHRONOUS[name], "ranks_per_node": ranks}
+    ours, theirs = (attempt(survived, 3 * ranks, name, shards, **options) for shards in (True, False))
+    left = 2 * ranks
+    assert all(outcome.value for outcome in (*ours[:left], *theirs[:left])), ours[0].trace
+    assert all(outcome.value is None for outcome in ours[left:])
+    weights = [outcome.value[0] for outcome in ours[:left]]
+    assert all(distance(weights[0], each) < 1e-12 for each in weights)
+    assert [outcome.value[1] for outcome in ours[:left]] == [left] * left
+    if name not in ("hetero_daso", "hetero_gossip"):  # what is under way then is dropped, or not, as it happens
+        assert distance(weights[0], theirs[0].value[0]) < 1e-10
+
+
+def test_hetero_ddp_cannot_lose_shards() -> None:
+    for outcome in attempt(survived, 2, "hetero_ddp", True):
+        assert isinstance(outcome.error, UnsupportedError), outcome.trace
+        assert "the shards of a lost rank are lost" in str(outcome.error)
