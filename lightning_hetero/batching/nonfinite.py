@@ -16,7 +16,7 @@ from lightning_hetero.comm.agreement import gather
 from lightning_hetero.comm.failures import deadline
 from lightning_hetero.comm.staging import pinned, stage_of
 from lightning_hetero.errors import NotFiniteError
-from lightning_hetero.replicas.sharding import ReduceScatter, local
+from lightning_hetero.replicas.sharding import ShardTraffic, local
 
 OnNaN = Literal["error", "skip", "ignore"]
 #: Optimizers whose fused form can leave a step out on the device, if it is told to.
@@ -60,10 +60,10 @@ class NonFiniteGuard:
         on_devices: whether all of these ranks compute on an accelerator. Else none may learn of it later than others.
 
     Attributes:
-        reduce_scatter: averages gradients into shards, if the model is sharded; each rank then sees a part of them.
+        shard_traffic: moves shards, if the model is sharded; each rank then sees a part of the averaged gradients.
     """
 
-    reduce_scatter: ReduceScatter | None = None
+    shard_traffic: ShardTraffic | None = None
 
     def __init__(
         self,
@@ -193,7 +193,7 @@ class NonFiniteGuard:
             # Not finite now, and finite after the averaging of an earlier backward pass of this step.
             self._own = (gradients_nonfinite(optimizers) > self._spread) | self._own
 
-        if self.reduce_scatter is None and len(self._ranks) > 1 and self._averages(model) and start.requires_grad:
+        if self.shard_traffic is None and len(self._ranks) > 1 and self._averages(model) and start.requires_grad:
             after_own_backward(start, look)
 
     def look(self, gradients: Sequence[Tensor]) -> None:
@@ -205,12 +205,12 @@ class NonFiniteGuard:
         """Look at the gradients after a backward pass, before hooks of the user, which ranks may have of their own."""
         if self._averages(model):
             self._spread = gradients_nonfinite(optimizers) | self._spread
-            if self.reduce_scatter is not None:  # others may see it in theirs
+            if self.shard_traffic is not None:  # others may see it in theirs
                 with self._waiting(), deadline("learn whether gradients are finite"):
-                    self._spread = self.reduce_scatter.on_any_rank(self._spread)
+                    self._spread = self.shard_traffic.on_any_rank(self._spread)
 
     def _device_can_leave_out(self, scaled: bool, optimizer: Optimizer) -> bool:
-        by_itself = self._on_devices and self._active == "error" and not scaled and self.reduce_scatter is None
+        by_itself = self._on_devices and self._active == "error" and not scaled and self.shard_traffic is None
         return by_itself and leaves_out_on_device(optimizer)
 
     @contextmanager

@@ -175,6 +175,15 @@ class StepTimer:
             if self._depth == 0:
                 self._turn_to(before)
 
+    @contextmanager
+    def in_other_stream(self) -> Iterator[None]:
+        """What is waited for in this block is so in a stream of its own, beside the work that is measured."""
+        self._depth += 1  # blocks of `waiting` within take no timestamps
+        try:
+            yield
+        finally:
+            self._depth -= 1
+
     @property
     def is_waiting(self) -> bool:
         """Whether a block of :meth:`waiting` is open."""

@@ -3,7 +3,8 @@
 import sys
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
+from functools import wraps
 from itertools import accumulate
 from typing import Any
 
@@ -129,28 +130,40 @@ def forget_step(module: nn.Module) -> None:
             part.reset_iter_state()
 
 
-class ReduceScatter:
-    """Averages gradients into shards, as ``fully_shard`` asks for.
+class ShardTraffic:
+    """Moves parameters and gradients within a replica for ``fully_shard``, and counts as waiting what waits for others.
 
     Args:
         group: of the ranks of the replica, for tensors of its device.
+        waiting: a block in which this rank waits; where the device has streams, one whose end they wait for.
+        beside: a block whose work is in a stream of its own; ``None``: the device has none.
         look: looks at this rank's own gradients, before they are averaged.
     """
 
-    def __init__(self, group: dist.ProcessGroup, look: Callable[[Sequence[Tensor]], object]) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        waiting: Callable[[], AbstractContextManager[None]],
+        beside: Callable[[], AbstractContextManager[None]] | None,
+        look: Callable[[Sequence[Tensor]], object],
+    ) -> None:
         self._zeros, self._group, self._look = False, group, look
-        self._reduce: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+        self._waiting, self._beside = waiting, beside
 
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Memory for a message."""
-        return torch.empty(*size, dtype=dtype, device=device)
+    def all_gather(self, *args: Any, **kwargs: Any) -> Any:
+        """Gather parameters from their shards (collective over the replica)."""
+        gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        with (self._beside or self._waiting)():
+            return gather(*args, **kwargs)
 
-    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False) -> Any:
-        """Reduce a message of all gradients of a module into this rank's shards (collective over the replica)."""
+    def reduce_scatter(self, output: Tensor, own: Tensor, **kwargs: Any) -> Any:
+        """Average gradients into shards (collective over the replica)."""
         if self._zeros:
-            input_tensor.zero_()
-        self._look([input_tensor])
-        return self._reduce(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
+            own.zero_()
+        self._look([own])
+        reduce: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+        with (self._beside or self._waiting)():
+            return reduce(output, own, **kwargs)
 
     @contextmanager
     def zeros(self) -> Iterator[None]:
@@ -173,7 +186,7 @@ class ReduceScatter:
         return bool(found) if found.device.type == "cpu" else found.bool()
 
     def serve(self, module: nn.Module) -> None:
-        """Average the gradients of all parts of a model that ``fully_shard`` has sharded.
+        """Move what all parts of a model need that ``fully_shard`` has sharded.
 
         Raises:
             UnsupportedError: this version of PyTorch does not let it.
@@ -184,7 +197,38 @@ class ReduceScatter:
                 raise UnsupportedError(
                     f"sharded models need PyTorch 2.9 or later; this is {torch.__version__}. Install a later one."
                 )
-            part.set_custom_reduce_scatter(self)
+            part.set_custom_all_gather(_Message(self.all_gather))
+            part.set_custom_reduce_scatter(_Message(self.reduce_scatter))
+            if self._beside is not None:
+                self._time_stream(part)
+
+    def _time_stream(self, part: Any) -> None:
+        """Count as waiting what a device's stream waits for the parameters of a part."""
+        for group in getattr(part._get_fsdp_state(), "_fsdp_param_groups", ()):
+            group.wait_for_unshard = self._waits(type(group).wait_for_unshard.__get__(group))
+
+    def _waits(self, method: Callable[[], None]) -> Callable[[], None]:
+        @wraps(method)
+        def waited() -> None:
+            with self._waiting():
+                method()
+
+        return waited
+
+
+class _Message:
+    """A collective and its memory, as ``fully_shard`` asks for."""
+
+    def __init__(self, collective: Callable[..., Any]) -> None:
+        self._collective = collective
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Memory for a message."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, **kwargs: Any) -> Any:
+        """Call the collective."""
+        return self._collective(output_tensor, input_tensor, **kwargs)
 
 
 class Columns:

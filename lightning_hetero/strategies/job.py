@@ -37,7 +37,7 @@ from lightning_hetero.errors import MembershipLostError, UnsupportedError, not_n
 from lightning_hetero.launch.environment import RenumberedEnvironment, check_variables, hostname, local_devices
 from lightning_hetero.launch.observer import ObservedLauncher
 from lightning_hetero.replicas import optimizer_states
-from lightning_hetero.replicas.sharding import Columns, ReduceScatter, forget_step, is_sharded, wrong_mesh
+from lightning_hetero.replicas.sharding import Columns, ShardTraffic, forget_step, is_sharded, wrong_mesh
 from lightning_hetero.strategies.default_groups import GroupOverrides, register_hook
 from lightning_hetero.strategies.fit import Fit
 from lightning_hetero.strategies.metrics import MonitoredMetrics
@@ -452,17 +452,17 @@ class JobStrategy(DDPStrategy):
             self.engine.links = self.make_links(self.job)
 
     @property
-    def reduce_scatter(self) -> ReduceScatter | None:
-        """What averages gradients into shards, if the model is sharded and its replica has several ranks."""
-        return self.collaborators.nonfinite.reduce_scatter if self.joined else None
+    def shard_traffic(self) -> ShardTraffic | None:
+        """What moves shards within the replica, if the model is sharded and its replica has several ranks."""
+        return self.collaborators.nonfinite.shard_traffic if self.joined else None
 
     def share_buffers(self) -> None:
         """Give all ranks of the replica the buffers of its first (collective over the replica)."""
         if isinstance(self.model, ReplicaDDP):
             self.model.share_buffers()
-        elif self.reduce_scatter is not None:
+        elif self.shard_traffic is not None:
             with self.timer.waiting(), deadline("share buffers"):
-                self.reduce_scatter.share_buffers(self.module)
+                self.shard_traffic.share_buffers(self.module)
 
     # -- DDP over the replica ----------------------------------------------------------------------
 
@@ -474,8 +474,10 @@ class JobStrategy(DDPStrategy):
         if group is None:
             return  # nothing to average with: DDP would only cost time
         if is_sharded(model):  # fully_shard averages
-            parts.nonfinite.reduce_scatter = ReduceScatter(group, parts.nonfinite.look)
-            parts.nonfinite.reduce_scatter.serve(not_none(model, "the model"))
+            beside = None if self.root_device.type == "cpu" else self.timer.in_other_stream
+            traffic = ShardTraffic(group, self.timer.waiting, beside, parts.nonfinite.look)
+            traffic.serve(not_none(model, "the model"))
+            parts.nonfinite.shard_traffic = traffic
             self._announce_route(f"{job.view.topology.route(ranks)}, into shards")
             return
         options = {**lightning_compat.ddp_options(self), "device_ids": self.determine_ddp_device_ids()}

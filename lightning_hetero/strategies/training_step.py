@@ -139,7 +139,7 @@ class TrainingStep:
             output = step(*args, **kwargs)
             if output is not None or not module.automatic_optimization:
                 return output
-            if len(self._accounting.replica) > 1 and self._finite.reduce_scatter is not None:
+            if len(self._accounting.replica) > 1 and self._finite.shard_traffic is not None:
                 raise UnsupportedError(
                     f"`training_step` returned None on rank {module.global_rank} at {describe(module.trainer)}. The "
                     "model is sharded, and the other ranks need this one in their backward passes. Return "
@@ -201,8 +201,8 @@ class TrainingStep:
 
     def _zero_backward(self, module: nn.Module) -> AbstractContextManager[None]:
         """A block in which a backward pass gives zeros, whatever the loss is."""
-        reduce_scatter = self._finite.reduce_scatter
-        return zero_backward(module) if reduce_scatter is None else reduce_scatter.zeros()
+        shard_traffic = self._finite.shard_traffic
+        return zero_backward(module) if shard_traffic is None else shard_traffic.zeros()
 
     @property
     def counts(self) -> bool:
@@ -233,9 +233,9 @@ class TrainingStep:
             left_out = self._finite.skips_step(module, scaled, optimizer) or self._samples == 0
             if left_out:
                 zero_gradients(optimizer)
-            if self._finite.reduce_scatter is not None and self._survives:
+            if self._finite.shard_traffic is not None and self._survives:
                 with self._timer.waiting(), deadline("learn that all ranks have their gradients"):
-                    self._finite.reduce_scatter.on_any_rank(False)  # a step that some have taken cannot be repeated
+                    self._finite.shard_traffic.on_any_rank(False)  # a step that some have taken cannot be repeated
             return output
 
         with (
