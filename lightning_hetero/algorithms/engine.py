@@ -230,6 +230,7 @@ class Engine:
         links: the wires between replicas.
         accounting: of this rank's batches.
         report_every: batches from one exchange of reports to the next, where there is one replica only.
+        sharing: the view of those who share out samples. Default: ``view``.
 
     Attributes:
         averager: brings parameters together; of the running fit. ``None``: none runs, or there is one replica.
@@ -239,8 +240,16 @@ class Engine:
         exchanged: the latest of these steps that an exchange between replicas, if one was due, has followed.
     """
 
-    def __init__(self, view: View, links: ReplicaLinks, accounting: BatchAccounting, report_every: int) -> None:
+    def __init__(
+        self,
+        view: View,
+        links: ReplicaLinks,
+        accounting: BatchAccounting,
+        report_every: int,
+        sharing: View | None = None,
+    ) -> None:
         self.view, self.links, self._accounting = view, links, accounting
+        self._sharing = sharing or view
         self._report_every = report_every
         self.averager: Averager | None = None
         self.losses = LossTracker()
@@ -397,10 +406,11 @@ class Engine:
     def samples_per_replica(self) -> list[int]:
         """Samples of each replica in a full batch; where all meet at once, 0 for those that have no more data."""
         averager = self.running
-        samples = self.view.per_replica(self._accounting.samples_per_rank())
+        samples = self._sharing.per_replica(self._accounting.samples_per_rank())
         if not averager.traits.lockstep:
             return samples
-        left = [0 if self._accounting.ended[ranks[0]] else n for ranks, n in zip(self.view.ranks, samples, strict=True)]
+        ended, replicas = self._accounting.ended, self._sharing.ranks
+        left = [0 if ended[ranks[0]] else n for ranks, n in zip(replicas, samples, strict=True)]
         return left if any(left) else samples
 
     def context(self, epoch_ends: bool) -> StepContext:

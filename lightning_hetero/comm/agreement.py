@@ -129,10 +129,11 @@ class AsyncAllGather:
 
     Args:
         group: a process group for CPU tensors that nothing else uses, since collectives of one group run in order.
+        every: whose rows count: of the first rank, and of each rank so many after it.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None) -> None:
-        self._group = group
+    def __init__(self, group: dist.ProcessGroup | None, every: int = 1) -> None:
+        self._group, self._every = group, every
         self._work: dist.Work | None = None
         self._rows: list[torch.Tensor] = []
 
@@ -157,11 +158,11 @@ class AsyncAllGather:
         self._rows, self._work = [], None
 
     def collect(self) -> list[list[float]]:
-        """The rows of all ranks, in their order. Waits until all ranks have launched."""
+        """The rows of the ranks that count, in their order. Waits until all ranks have launched."""
         with deadline("receive the rows of all ranks"):
             if self._work is not None:
                 self._work.wait()
-        rows, self._rows, self._work = [row.tolist() for row in self._rows], [], None
+        rows, self._rows, self._work = [row.tolist() for row in self._rows[:: self._every]], [], None
         return rows
 
 

@@ -213,9 +213,18 @@ class Job:
         group = self.groups.get("averages on devices", members, "nccl")
         return None if group is None else DeviceAllReduce(group, device, measure=between == "auto")
 
-    def small_group(self) -> dist.ProcessGroup | None:
-        """The group of this rank's replica for small CPU tensors; ``None`` for one rank (collective over it)."""
-        return self.groups.get("small tensors", self.view.replica.ranks)
+    def small_group(self, tensor_parallel: int = 1) -> dist.ProcessGroup | None:
+        """The group of this rank's replica for small CPU tensors; ``None`` for one rank (collective over it).
+
+        Args:
+            tensor_parallel: so many consecutive ranks have the same samples; the group has one of each.
+        """
+        return self.groups.get("small tensors", self.data_parallel_ranks(tensor_parallel))
+
+    def data_parallel_ranks(self, tensor_parallel: int) -> list[int]:
+        """The ranks of this one's replica that have other samples, and this one."""
+        ranks = self.view.replica.ranks
+        return list(ranks[ranks.index(self.view.rank) % tensor_parallel :: tensor_parallel])
 
     def report_group(self) -> dist.ProcessGroup | None:
         """The group of all ranks for their reports; ``None`` for one rank (collective over all ranks)."""

@@ -102,6 +102,21 @@ class View:
             self.ranks_leave,
         )
 
+    def data_parallel(self, size: int) -> "View":
+        """This view as those see it who share out samples: ``size`` consecutive ranks of a replica are one.
+
+        Args:
+            size: of tensor parallelism, which divides the number of ranks of each replica; its ranks get the same
+                samples.
+        """
+        if size == 1:
+            return self
+        firsts = [rank for member in self.replicas for rank in member.ranks[::size]]
+        place = {rank: firsts.index(m.ranks[i - i % size]) for m in self.replicas for i, rank in enumerate(m.ranks)}
+        replicas = tuple(replace(m, ranks=tuple(place[rank] for rank in m.ranks[::size])) for m in self.replicas)
+        places = tuple(self.places[rank] for rank in firsts)
+        return View(self.number, replicas, places, place[self.rank], tuple(range(len(firsts))), self.ranks_leave)
+
     @property
     def world(self) -> int:
         """Number of ranks."""

@@ -89,7 +89,8 @@ def problem(module: nn.Module, mesh: Any, ranks: Sequence[int]) -> HeteroError |
             "them there, over self.device_mesh['data_parallel'], which covers the ranks of the replica; and let all "
             "ranks of a replica have devices of one kind."
         )
-    plain = [name for name, p in module.named_parameters() if p.requires_grad and not is_dtensor(p)]
+    averages = mesh.size() > mesh.size(1)  # and does not only split layers
+    plain = [name for name, p in module.named_parameters() if averages and p.requires_grad and not is_dtensor(p)]
     if plain:
         return UnsupportedError(
             f"{plain[0]!r} is not sharded, and other parameters are: its gradient would not be averaged. Call "

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,7 @@ from lightning_hetero.batching.weights import samples_in
 from lightning_hetero.comm.agreement import AsyncAllGather
 from lightning_hetero.comm.collectives import Collectives
 from lightning_hetero.comm.job import Job
-from lightning_hetero.errors import not_none
+from lightning_hetero.errors import UnsupportedError, not_none
 from lightning_hetero.replicas.drift import ParameterDriftCheck
 from lightning_hetero.replicas.optimizer_states import hyperparameters
 from lightning_hetero.strategies.default_groups import GroupOverrides
@@ -101,10 +102,11 @@ class Fit:
             repartition: in the midst of a fit: which of the former ranks remain, and from which step on they share
                 batches.
         """
-        view = job.view
+        view, size = job.view, options.tensor_parallel
+        data = view.data_parallel(size)
         # Replicas that differ look when they meet, so that all learn of it at once.
         mode = options.on_nan if view.count == 1 else "ignore"
-        planner = options.planner(view.world, view.ids if view.number else None)
+        planner = options.planner(data.world, view.ids if view.number else None)
         if former is not None and repartition is not None:
             planner = plan_for_survivors(former.accounting.planner, repartition.former_ranks, planner)
 
@@ -120,22 +122,32 @@ class Fit:
             return samples_in(batch)
 
         streams = count()
+
+        def stream_peers(length: int | None) -> StreamPeers:
+            if size > 1:
+                raise UnsupportedError(
+                    f"a SharedStream with tensor_parallel_size={size}: ranks that get the same samples cannot share a "
+                    "stream yet. Let each rank's own stream give its data-parallel place, or use a map-style dataset."
+                )
+            return StreamPeers(job, timer, length, next(streams))
+
         loaders = Loaders(
-            view.rank,
-            view.replica.ranks,
+            data.rank,
+            data.replica.ranks,
             planner,
             begin_pass,
             collectives.broadcast,
-            lambda length: StreamPeers(job, timer, length, next(streams)),
+            stream_peers,
             samples_of,
             options.global_batch_size,
             options.sizes,
             options.balance_iterable,
         )
-        ranks, small, gathering = view.replica.ranks, job.small_group, AsyncAllGather(job.report_group())
-        accounting = BatchAccounting(planner, timer, loaders, ranks, small, gathering, defers_reports=view.count > 1)
+        ranks, small = job.data_parallel_ranks(size), partial(job.small_group, size)
+        gathering, several = AsyncAllGather(job.report_group(), size), view.count > 1
+        accounting = BatchAccounting(planner, timer, loaders, data.replica.ranks, small, gathering, several)
         accounting.settings = lambda: hyperparameters(trainer().optimizers)
-        on_devices = all(view.topology.places[rank].device != "cpu" for rank in ranks)
+        on_devices = all(view.topology.places[rank].device != "cpu" for rank in view.replica.ranks)
         nonfinite = NonFiniteGuard(mode, ranks, small, timer.waiting, lambda: describe(trainer()), on_devices)
         if former is not None:
             accounting.continue_from(former.accounting, repartition)
@@ -143,7 +155,7 @@ class Fit:
         if former is not None:
             engine.continue_from(former.engine)
         survives = options.on_peer_loss == "continue"
-        step = TrainingStep(accounting, engine, nonfinite, collectives, view.count > 1, survives)
+        step = TrainingStep(accounting, engine, nonfinite, collectives, several, survives)
         if former is not None and repartition is not None:
             nonfinite.continue_from(former.nonfinite)
             step.continue_from(former.step)

@@ -120,7 +120,8 @@ class JobStrategy(DDPStrategy):
 
     def make_engine(self, job: Job, accounting: BatchAccounting) -> Engine:
         """The engine of a fit; it gets an averager where there are several replicas."""
-        return Engine(job.view, self.make_links(job), accounting, self.options.rebalance_every_n_steps)
+        sharing = job.view.data_parallel(self.options.tensor_parallel)
+        return Engine(job.view, self.make_links(job), accounting, self.options.rebalance_every_n_steps, sharing)
 
     def make_links(self, job: Job) -> ReplicaLinks:
         """The network between replicas (collective)."""
@@ -332,7 +333,7 @@ class JobStrategy(DDPStrategy):
         if self.accumulates_locally:  # each is weighted for a mean over the former ranks
             scale_gradients(self.module, len(job.view.replica.ranks) / len(before.view.replica.ranks))
         if is_sharded(self.module):
-            self.job.device_mesh(self._tensor_parallel, former=before.view.replica.ranks)
+            self.job.device_mesh(self.options.tensor_parallel, former=before.view.replica.ranks)
             self.configure_ddp()
         self.wrap_in_view()  # first: a replica shares its buffers by its DDP
         self.engine.continue_after_loss(missed, self.fit_info())
@@ -431,17 +432,12 @@ class JobStrategy(DDPStrategy):
         if (module := self.lightning_module) is None:
             return
         ranks, options, mesh = self.job.view.replica.ranks, self.options, None
-        tensor = self._tensor_parallel
+        tensor = self.options.tensor_parallel
         data = max(len(ranks) // tensor, 1) if options.data_parallel_size == "auto" else options.data_parallel_size
         raise_on_all(wrong_mesh(data, tensor, ranks), "the sizes of the device mesh")
         if is_overridden("configure_model", module):
             mesh = self.job.device_mesh(tensor)
         lightning_compat.lend_mesh(module, mesh)
-
-    @property
-    def _tensor_parallel(self) -> int:
-        size = self.options.tensor_parallel_size
-        return 1 if size == "auto" else size
 
     def connect_shards(self) -> None:
         """Let each rank exchange its shards with those that hold the same, if the model is sharded (collective)."""
@@ -470,7 +466,7 @@ class JobStrategy(DDPStrategy):
     def configure_ddp(self) -> None:
         """Wrap the model in a DDP over the ranks of this replica (collective over the replica)."""
         model, parts, job = self.model, self.collaborators, self.job
-        ranks, group = parts.accounting.replica, parts.data_group()
+        ranks, group = job.view.replica.ranks, parts.data_group()
         if group is None:
             return  # nothing to average with: DDP would only cost time
         if is_sharded(model):  # fully_shard averages

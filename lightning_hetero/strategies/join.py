@@ -41,6 +41,7 @@ from lightning_hetero.elastic.join_requests import (
 )
 from lightning_hetero.elastic.protocol import AgreedView
 from lightning_hetero.errors import CommunicationError, HeteroError, JoinRefusedError, UnsupportedError, not_none
+from lightning_hetero.replicas.sharding import is_sharded
 from lightning_hetero.replicas.vectors import broadcast_tensors
 from lightning_hetero.strategies import saving
 from lightning_hetero.strategies.job import JobStrategy
@@ -52,8 +53,19 @@ from lightning_hetero.strategies.trainer_checks import settings
 from lightning_hetero.version import __version__
 
 
-def incompatibility(ours: Mapping[str, Any], other: Mapping[str, Any]) -> str | None:
-    """The reason why a process that differs from the job in these values cannot take part; ``None`` if it can."""
+def incompatibility(ours: Mapping[str, Any], other: Mapping[str, Any], sharded: bool = False) -> str | None:
+    """The reason why a process cannot take part in a job; ``None`` if it can.
+
+    Args:
+        ours: values of the job that must be the same.
+        other: these values of the process.
+        sharded: whether the job's model is sharded.
+    """
+    if sharded:
+        return (
+            "the job's model is sharded, and nobody can join such a job yet. Let the job end, and start all its "
+            "processes again from a checkpoint."
+        )
     if other.get("version") != ours["version"]:
         return f"it runs lightning_hetero {other.get('version')}, the job {ours['version']}. Install the same version."
     for part, words in (("options", "options"), ("settings", "Trainer's settings")):
@@ -372,7 +384,8 @@ class ElasticJoin(Newcomers):
             return
         if self._requests is None:
             self._requests = JoinRequests(
-                strategy.interface, lambda other: incompatibility(self.compatibility(), other)
+                strategy.interface,
+                lambda other: incompatibility(self.compatibility(), other, is_sharded(strategy.module)),
             )
             self._claim()
         self._written = self._written or self.addresses()

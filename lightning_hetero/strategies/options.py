@@ -209,6 +209,13 @@ class Options:
         one_of("start_method", self.start_method, ("popen", "spawn", "fork", "forkserver"))
         one_of("within", self.within, get_args(Within))
         one_of("between", self.between, get_args(Between))
+        if self.tensor_parallel > 1 and (self.on_peer_loss == "continue" or self.max_batch_size == "auto"):
+            what = "on_peer_loss='continue'" if self.on_peer_loss == "continue" else "max_batch_size='auto'"
+            raise ConfigurationError(
+                f"tensor_parallel_size={self.tensor_parallel_size} with {what}: ranks that get the same samples cannot "
+                "do that yet. Use tensor_parallel_size=1, under which fully_shard splits the model; or leave the other "
+                "option out."
+            )
         if self.between == "nccl" and self.on_peer_loss == "continue":
             raise ConfigurationError(
                 "between='nccl' with on_peer_loss='continue': NCCL cannot be woken up when a rank is lost. Leave "
@@ -292,6 +299,11 @@ class Options:
         values = asdict(self) | {"timeout": self.limit}
         del values["start_method"], values["join_file"]  # each machine may start its ranks, and see files, in its way
         return values
+
+    @property
+    def tensor_parallel(self) -> int:
+        """Number of consecutive ranks that get the same samples."""
+        return 1 if self.tensor_parallel_size == "auto" else self.tensor_parallel_size
 
     @property
     def sizes(self) -> bool:

@@ -196,6 +196,12 @@ class ReplicaStrategy(HeteroStrategy):
     def _start(self, averager: Averager) -> Outcome | None:
         """Let an averager serve the replicas, which hold the same values (collective)."""
         replica, view = averager.make_replica(self.trainer.lightning_module, self.share_buffers), self.engine.view
+        if self.options.tensor_parallel > 1 and not averager.traits.lockstep:
+            raise UnsupportedError(
+                f"{type(self).__name__} with tensor_parallel_size={self.options.tensor_parallel}: each replica "
+                "exchanges at its own pace, and ranks that get the same samples would not. Use tensor_parallel_size=1; "
+                "or hetero_node, hetero_daso, hetero_easgd or hetero_diloco."
+            )
         if self.columns is not None and not self.columns.alike:
             raise_on_all(needs_one_column(averager, view.ranks, type(self).__name__), "the model's shards")
             replica = replica.in_columns(self.columns.cut)

@@ -234,7 +234,8 @@ class RankState:
         warn_if_unreadable(checkpoint)
         if restore_trainable(strategy.module, trainable_in(checkpoint)):
             strategy.wrap_again()
-        restore_plan(checkpoint, strategy.accounting, strategy.global_rank, grown=strategy.ticket is not None)
+        place, grown = strategy.collaborators.loaders.rank, strategy.ticket is not None
+        restore_plan(checkpoint, strategy.accounting, place, grown)
         self._capacity.load(checkpoint)
         self._random, self._checkpoint = random_states.find(checkpoint), checkpoint
 

@@ -1,7 +1,9 @@
 """A model that shards itself over the ranks of its replica trains as a whole one does, to rounding."""
 
 import os
+import time
 import warnings
+from statistics import median
 from typing import Any
 
 import lightning.pytorch as pl
@@ -13,10 +15,12 @@ from tasks import FAST, Killed, Net, TokenNet, dataset
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 from lightning_hetero.errors import CheckpointError, HeteroError, NotFiniteError, UnsupportedError
+from lightning_hetero.strategies import join
 from lightning_hetero.strategies.table import ENTRIES
 
 STRATEGIES = {entry.name: entry.strategy for entry in ENTRIES}
@@ -62,7 +66,7 @@ def fit(
     strategy = STRATEGIES[name](**{key: value for key, value in given.items() if key not in (*options, "optimizer")})
     module = kind(optimizer=given.get("optimizer", "sgd"))
     module.shards = shards
-    warnings.filterwarnings("ignore", "Replicas of the job")
+    warnings.filterwarnings("ignore", "Replicas of the job|FSDP2-wrapped module .* returned a view")
     trainer = pl.Trainer(strategy=strategy, max_epochs=epochs, **options, **FAST)
     trainer.fit(module, DataLoader(dataset(samples), batch_size=4))
     found = whole(module)
@@ -543,3 +547,106 @@ def test_hetero_ddp_cannot_lose_shards() -> None:
     for outcome in attempt(survived, 2, "hetero_ddp", True):
         assert isinstance(outcome.error, UnsupportedError), outcome.trace
         assert "the shards of a lost rank are lost" in str(outcome.error)
+
+
+# -- layers that several ranks split -----------------------------------------------------------------
+
+
+class TensorParallel(ShardedNet):
+    """Two ranks split each layer; pairs of ranks shard what is left."""
+
+    def configure_model(self) -> None:
+        mesh = self.device_mesh
+        if not self.shards or mesh is None or hasattr(self, "sharded"):
+            return
+        self.sharded = True
+        parallelize_module(self.net, mesh["tensor_parallel"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+        if mesh["data_parallel"].size() > 1:
+            fully_shard(self.net, mesh=mesh["data_parallel"])
+
+
+@pytest.mark.parametrize(
+    ("name", "nodes", "options"),
+    [
+        ("hetero_ddp", None, {"balance": [3.0, 1.0]}),
+        ("hetero_node", [2, 2], {"every_n_steps": 3, "balance": [2.0, 1.0]}),
+        ("hetero_diloco", [2, 2], {"tau": 4, "replica": "node", "balance": [2.0, 1.0]}),
+    ],
+)
+def test_ranks_that_split_layers_have_the_same_samples(name: str, nodes: Any, options: dict[str, Any]) -> None:
+    """Four ranks in pairs train as two ranks with whole models do."""
+    split = {"tensor_parallel_size": 2, **({} if nodes is None else {"ranks_per_node": nodes})}
+    ours = run(fit, 4, name, kind=TensorParallel, **options, **split)
+    whole_ones = {} if nodes is None else {"ranks_per_node": 1}
+    theirs = run(fit, 2, name, shards=False, **options, **whole_ones)
+    assert all(distance(theirs[0], each) < 1e-10 for each in ours)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("hetero_ddp", {"tensor_parallel_size": 3}, "tensor_parallel_size=3 is not 4"),
+        ("hetero_gossip", {"tensor_parallel_size": 2, "ranks_per_node": 2, "replica": "node"}, "at its own pace"),
+        ("hetero_node", {"tensor_parallel_size": 2, "max_batch_size": "auto"}, "cannot do that yet"),
+    ],
+)
+def test_what_ranks_that_split_layers_cannot_do(name: str, options: dict[str, Any], message: str) -> None:
+    for outcome in attempt(fit, 4, name, kind=TensorParallel, timeout=60, **options):
+        assert isinstance(outcome.error, HeteroError), outcome.trace
+        assert message in str(outcome.error)
+
+
+# -- layers that are unfrozen, time, processes that come later ------------------------------------------
+
+
+class Thawing(ShardedNet):
+    """Trains the first layer from the second epoch on."""
+
+    def configure_model(self) -> None:
+        if not hasattr(self, "sharded"):
+            self.net[0].requires_grad_(False)
+        super().configure_model()
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 1:
+            self.net[0].requires_grad_(True)
+
+
+@pytest.mark.parametrize("name", ["hetero_ddp", "hetero_node", "hetero_diloco"])
+def test_layers_may_be_unfrozen(name: str) -> None:
+    options = {} if name == "hetero_ddp" else {**SYNCHRONOUS[name], "ranks_per_node": [2, 1]}
+    ours, theirs = (run(fit, 3, name, shards, kind=Thawing, balance="off", **options) for shards in (True, False))
+    assert distance(ours[0], theirs[0]) < 1e-10
+    assert all(distance(ours[0], each) < 1e-12 for each in ours)
+
+
+class Sleeps(ShardedNet):
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        if dist.get_rank() == 1:
+            time.sleep(0.1)
+        return super().training_step(batch, batch_idx)
+
+
+def work() -> float:
+    """Seconds of this rank's own work in a step, the median."""
+    seconds = list[float]()
+
+    class Watch(pl.Callback):
+        def on_train_start(self, trainer: Any, *_: Any) -> None:
+            trainer.strategy.accounting.watchers.append(lambda timing: seconds.append(timing.work))
+
+    strategy = STRATEGIES["hetero_ddp"](balance="off")
+    trainer = pl.Trainer(strategy=strategy, max_steps=10, callbacks=[Watch()], **FAST)
+    trainer.fit(Sleeps(), DataLoader(dataset(101), batch_size=4))
+    dist.barrier()
+    return median(seconds[2:])
+
+
+@pytest.mark.clock
+def test_waiting_for_shards_is_not_work() -> None:
+    quick, slow = run(work, 2)
+    assert 0.05 < slow - quick < 0.15
+
+
+def test_nobody_joins_a_sharded_model() -> None:
+    assert "nobody can join such a job yet" in (join.incompatibility({}, {}, sharded=True) or "")
