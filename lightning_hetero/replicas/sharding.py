@@ -123,6 +123,16 @@ def _fsdp1(module: nn.Module) -> str | None:
     return next((name or type(part).__name__ for name, part in module.named_modules() if isinstance(part, kind)), None)
 
 
+def frozen_parts(module: nn.Module) -> list[Any]:
+    """The parts of a sharded model with frozen parameters.
+
+    ``fully_shard`` gathers these in a forward pass and, without a backward pass of theirs, leaves them whole: who then
+    unfreezes a parameter would unfreeze a copy, for one step. So let them :meth:`reshard` after each step.
+    """
+    parts: list[Any] = [part for part in module.modules() if hasattr(part, "reshard")]
+    return [part for part in parts if not all(p.requires_grad for p in part.parameters(recurse=True))]
+
+
 def forget_step(module: nn.Module) -> None:
     """Let a sharded model forget a step that has broken within it."""
     parts: list[Any] = [part for part in module.modules() if hasattr(part, "reset_iter_state")]

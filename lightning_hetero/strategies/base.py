@@ -302,6 +302,8 @@ class HeteroStrategy(JobStrategy):
         self.engine.step_taken()
         self.recovery.retry(lambda: self.step.batch_ended(self.trainer, window=True))
         self.step.window_ended()
+        for part in self.frozen_parts:
+            part.reshard()
         self._compare_parameters()
         apply(self.recovery.exchange(lambda: self.engine.exchange()), type(self).__name__)
         self.recovery.retry(lambda: self.engine.exchange_completed())

@@ -37,7 +37,7 @@ from lightning_hetero.errors import MembershipLostError, UnsupportedError, not_n
 from lightning_hetero.launch.environment import RenumberedEnvironment, check_variables, hostname, local_devices
 from lightning_hetero.launch.observer import ObservedLauncher
 from lightning_hetero.replicas import optimizer_states
-from lightning_hetero.replicas.sharding import Columns, ShardTraffic, forget_step, is_sharded, wrong_mesh
+from lightning_hetero.replicas.sharding import Columns, ShardTraffic, forget_step, frozen_parts, is_sharded, wrong_mesh
 from lightning_hetero.strategies.default_groups import GroupOverrides, register_hook
 from lightning_hetero.strategies.fit import Fit
 from lightning_hetero.strategies.metrics import MonitoredMetrics
@@ -86,6 +86,7 @@ class JobStrategy(DDPStrategy):
     #: In a fit: what works through the job's store, by its purpose, in the same order on all ranks.
     store_users: dict[str, StoreUser]
     monitored: MonitoredMetrics | None = None  # of the latest run
+    frozen_parts: Sequence[Any] = ()  # of a sharded model that is trained
     columns: Columns | None = None  # of a sharded model, with which ranks of other replicas this one exchanges
 
     #: Attributes that belong to a job or a fit. A copy of the strategy has yet to join.
@@ -99,6 +100,7 @@ class JobStrategy(DDPStrategy):
         "store_users",
         "monitored",
         "columns",
+        "frozen_parts",
     )
 
     def __getstate__(self) -> dict[str, Any]:
@@ -466,6 +468,7 @@ class JobStrategy(DDPStrategy):
     def configure_ddp(self) -> None:
         """Wrap the model in a DDP over the ranks of this replica (collective over the replica)."""
         model, parts, job = self.model, self.collaborators, self.job
+        self.frozen_parts = frozen_parts(self.module) if is_sharded(model) else ()
         ranks, group = job.view.replica.ranks, parts.data_group()
         if group is None:
             return  # nothing to average with: DDP would only cost time
