@@ -202,7 +202,20 @@ def verdict_of(fit: FitRecord) -> Verdict:
     """The verdict on the second half of the steps, when shares have settled; first it says who was lost, and joined."""
     missing = fit.living - len(fit.views)
     verdict = judge(totals(fit), fit.lockstep, fit.automatic, missing=missing, slow=fit.slow)
-    return verdict._replace(sentences=(*map(_told, fit.changes), *verdict.sentences))
+    return verdict._replace(sentences=(*map(_told, fit.changes), *verdict.sentences, *_of_costs(fit)))
+
+
+def _of_costs(fit: FitRecord) -> tuple[str, ...]:
+    """How well costs of samples explain times, where they are known."""
+    known = [view.by_cost for view in fit.views if view.by_cost is not None]
+    if not known:
+        return ()
+    by_cost, by_samples = (max(column) for column in zip(*(one[:2] for one in known), strict=True))
+    end = "In the end they were split by samples" if known[0].left else "They were dealt by cost"
+    return (
+        f"What samples in a batch cost explains the time of a rank's step up to {by_cost:.0%}, their number up to "
+        f"{by_samples:.0%}. {end}.",
+    )
 
 
 def judge(

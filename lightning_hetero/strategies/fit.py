@@ -12,6 +12,7 @@ from lightning_hetero.algorithms.engine import Engine
 from lightning_hetero.batching.accounting import BatchAccounting
 from lightning_hetero.batching.nonfinite import NonFiniteGuard
 from lightning_hetero.batching.planner import Repartition, plan_for_survivors
+from lightning_hetero.batching.sample_costs import SampleCosts, sample_costs_of
 from lightning_hetero.batching.sampler import Position
 from lightning_hetero.batching.stream_peers import StreamPeers
 from lightning_hetero.batching.timer import StepTimer
@@ -119,6 +120,12 @@ class Fit:
                 return 1.0  # the user's own weights count
             return samples_in(batch)
 
+        def costs_of(dataset: Any) -> SampleCosts | None:
+            if dataset is None:
+                options.refuse_costs()
+                return None
+            return sample_costs_of(dataset, trainer().lightning_module, options.sample_cost, options.cost)
+
         streams = count()
         loaders = Loaders(
             view.rank,
@@ -131,6 +138,7 @@ class Fit:
             options.global_batch_size,
             options.sizes,
             options.balance_iterable,
+            costs_of,
         )
         ranks, small, gathering = view.replica.ranks, job.small_group, AsyncAllGather(job.report_group())
         accounting = BatchAccounting(planner, timer, loaders, ranks, small, gathering, defers_reports=view.count > 1)
