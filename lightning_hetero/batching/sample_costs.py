@@ -13,7 +13,7 @@ from torch.utils.data import Subset
 from lightning_hetero.batching.deal import Floats, Machines, deal_additive, deal_padded
 from lightning_hetero.batching.planner import Plan, exact_shares
 from lightning_hetero.batching.shares import check_limits
-from lightning_hetero.errors import ConfigurationError, DataError, HeteroError
+from lightning_hetero.errors import ConfigurationError, DataError
 
 #: How the costs of a part follow from those of its samples.
 Rule = Literal["additive", "padded", "samples"]
@@ -134,25 +134,91 @@ def sample_costs_of(dataset: Any, module: Any, given: Any, rule: Rule) -> Sample
         return None
     name, source = found
     raw = _numbers(name, source, len(dataset))
-    if not np.isfinite(raw).all() or (raw < 0).any():
-        wrong = int(np.flatnonzero(~(np.isfinite(raw) & (raw >= 0)))[0])
-        raise DataError(f"{name}: sample {wrong} costs {raw[wrong]:g}; costs are finite numbers of at least 0.")
+    _check(name, raw, rule == "padded")
     if not raw.any():
         raise DataError(f"{name}: all {len(raw)} samples cost 0, so there is nothing to deal by. {_OTHERWISE}")
-    if rule == "padded" and (raw != np.floor(raw)).any():
-        wrong = int(np.flatnonzero(raw != np.floor(raw))[0])
-        raise DataError(
-            f"cost='padded' takes lengths, which are whole numbers, but {name} says {raw[wrong]:g} for sample {wrong}. "
-            "Give lengths, or set cost='additive'."
-        )
     if (raw == raw[0]).all():
         return None
-    mean = float(np.cumsum(raw)[-1]) / len(raw)  # a sum in this order is the same on all machines
     digest = hashlib.sha256(raw.astype("<f8").tobytes()).hexdigest()[:16]
-    return SampleCosts(name, np.maximum(raw / mean, LEAST), rule == "padded", digest)
+    return SampleCosts(name, _of_a_mean_one(raw), rule == "padded", digest)
 
 
 _OTHERWISE = "Set cost='samples' to count samples instead."
+
+
+def _check(name: str, raw: Floats, padded: bool, first: int = 0) -> None:
+    """Refuse what cannot be the costs of samples; ``first``: the number of the first one."""
+    if (wrong := np.flatnonzero(~(np.isfinite(raw) & (raw >= 0)))).size:
+        at = int(wrong[0])
+        raise DataError(f"{name}: sample {first + at} costs {raw[at]:g}; costs are finite numbers of at least 0.")
+    if padded and (wrong := np.flatnonzero(raw != np.floor(raw))).size:
+        at = int(wrong[0])
+        raise DataError(
+            f"cost='padded' takes lengths, which are whole numbers, but {name} says {raw[at]:g} for sample "
+            f"{first + at}. Give lengths, or set cost='additive'."
+        )
+
+
+def _of_a_mean_one(raw: Floats) -> Floats:
+    """Costs in that of a mean sample, and of none 0."""
+    mean = float(np.cumsum(raw)[-1]) / len(raw)  # a sum in this order is the same on all machines
+    return np.maximum(raw / mean, LEAST) if mean > 0 else np.ones(len(raw))
+
+
+@dataclass(frozen=True)
+class StreamCosts:
+    """Costs of a stream's samples, which are known when they are read; in that of a mean sample of their global batch.
+
+    Attributes:
+        source: where they come from, in words.
+        ask: for a sample.
+        padded: whether a part costs its samples times the longest; else the sum.
+        digest: empty: nobody knows them before.
+    """
+
+    source: str
+    ask: Callable[[Any], Any]
+    padded: bool
+    digest: str = ""
+
+    def of(self, batch: Sequence[Any], first: int) -> SampleCosts:
+        """The costs of a global batch, by place in it.
+
+        Args:
+            batch: samples.
+            first: the number of the first one in the epoch.
+
+        Raises:
+            DataError: they cannot be used; on all ranks, as all read the same samples.
+        """
+        raw = np.asarray(_asked(self.source, self.ask, batch, first), np.float64)
+        _check(self.source, raw, self.padded, first)
+        return SampleCosts(self.source, _of_a_mean_one(raw), self.padded, "")
+
+
+def stream_costs_of(stream: Any, given: Any, rule: Rule) -> StreamCosts | None:
+    """What the samples of a stream cost, which all ranks read alike.
+
+    Args:
+        stream: of a ``SharedStream``.
+        given: ``sample_cost=`` of the strategy.
+        rule: ``cost=`` of the strategy.
+
+    Raises:
+        ConfigurationError: costs are asked for that do not fit a stream.
+    """
+    if rule == "samples":
+        return None
+    if callable(cost := getattr(stream, "sample_cost", None)):
+        return StreamCosts(f"{type(stream).__name__}.sample_cost", cost, rule == "padded")
+    if callable(given):
+        return StreamCosts("sample_cost of the strategy", given, rule == "padded")
+    if given is not None or rule == "padded":
+        raise ConfigurationError(
+            "the samples of a SharedStream have costs if its dataset has `sample_cost(sample)`, or sample_cost of the "
+            "strategy is such a function: they come in any order, and are known when they are read."
+        )
+    return None
 
 
 def _source(dataset: Any, module: Any, given: Any) -> tuple[str, Any] | None:
@@ -184,7 +250,7 @@ def _taken(costs: Any, indices: list[int] | None) -> Any:
 
 def _numbers(name: str, source: Any, samples: int) -> Floats:
     if callable(source):
-        source = _asked(name, source, samples)
+        source = _asked(name, source, range(samples))
     try:
         values = source.detach().cpu().numpy() if isinstance(source, Tensor) else source
         numbers = np.asarray(values, np.float64)
@@ -198,14 +264,12 @@ def _numbers(name: str, source: Any, samples: int) -> Floats:
     return numbers
 
 
-def _asked(name: str, source: Callable[[int], Any], samples: int) -> list[float]:
-    """The costs of all samples, one by one."""
+def _asked(name: str, source: Callable[[Any], Any], samples: Sequence[Any], first: int = 0) -> list[float]:
+    """The costs of samples, one by one, by their indices, or as they are; ``first``: the number of the first one."""
     costs = []
-    for index in range(samples):
+    for number, sample in enumerate(samples, start=first):
         try:
-            costs.append(float(source(index)))
-        except HeteroError:
-            raise
+            costs.append(float(source(sample)))
         except Exception as error:  # it is the user's, and may raise anything
-            raise DataError(f"{name}({index}) gives no number: {type(error).__name__}: {error}") from error
+            raise DataError(f"{name} gives no number for sample {number}: {type(error).__name__}: {error}") from error
     return costs

@@ -16,7 +16,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from lightning_hetero.batching.global_batch import GlobalBatchSizes
 from lightning_hetero.batching.planner import Plan, Planner, Repartition
-from lightning_hetero.batching.sample_costs import SampleCosts
+from lightning_hetero.batching.sample_costs import SampleCosts, StreamCosts
 from lightning_hetero.batching.sampler import (
     AgreedOrder,
     Drawn,
@@ -207,8 +207,8 @@ class Loaders:
         global_batch_size: samples in a step of all ranks; default: the loader's ``batch_size`` times the ranks.
         sized_by_user: whether the user has given shares, a batch size or limits.
         balance_iterable: whether measured shares may move where ranks have data of their own.
-        costs_of: what the samples of a map-style dataset cost, if that is known; given ``None`` for other data, it
-            sees that no costs were asked for.
+        costs_of: what the samples of a map-style dataset or of a ``SharedStream`` cost, if that is known; given
+            ``None`` for other data, it sees that no costs were asked for.
     """
 
     def __init__(
@@ -223,7 +223,7 @@ class Loaders:
         global_batch_size: int | None,
         sized_by_user: bool,
         balance_iterable: bool,
-        costs_of: Callable[[Any], SampleCosts | None] = lambda dataset: None,
+        costs_of: Callable[[Any], SampleCosts | StreamCosts | None] = lambda dataset: None,
     ) -> None:
         self._costs_of = costs_of
         self.rank, self.replica, self.planner = rank, replica, planner
@@ -293,30 +293,32 @@ class Loaders:
         """Make a training loader yield this rank's share (collective)."""
         problem: HeteroError | None = None
         kind: Kind = "stream"
-        costs: SampleCosts | None = None
+        costs: SampleCosts | StreamCosts | None = None
         try:
             kind = kind_of(loader, sharded_by_user, self._sized_by_user, self._balance_iterable)
-            costs = self._costs_of(loader.dataset if kind == "map" else None)  # type: ignore[attr-defined]
+            costs = self._costs_of(loader.dataset if kind in ("map", "shared stream") else None)  # type: ignore[attr-defined]
         except HeteroError as error:
             problem = error
         raise_on_all(problem, "the training dataloader")
-        told = costs and f"{costs.source}, digest {costs.digest}"
+        told = costs and f"{costs.source}{costs.digest and f', digest {costs.digest}'}"
         described = {"kind": kind, "costs of samples": told, **self._described(loader, kind)}
         check_equal("the training dataloader", described)
         self.planner.hold(kind not in ("map", "shared stream") and not self._balance_iterable)
+        if costs is not None:
+            how = "padded to the longest of a part" if costs.padded else "added up"
+            rank_zero_info(f"Batches are dealt by what samples cost: {costs.source}, {how}.")
         if kind == "map":
+            assert not isinstance(costs, StreamCosts)
             batches = self._batches(loader, evaluation=False)
             check_enough(samples_in_order(batches), self.planner.world, "training")
             self.planner.expect(None if isinstance(batches, GroupedBatches) else self._batch_size(loader))
-            if costs is not None:
-                rank_zero_info(
-                    f"Batches are dealt by what samples cost: {costs.source}, "
-                    f"{'padded to the longest of a part' if costs.padded else 'added up'}."
-                )
             sampler = ShareSampler(batches, self.rank, self.replica, self._begin_pass, self._cut, costs)
             sampler.padding, sampler.before_draw = self.planner.least, self.planner.ready
             return with_batch_sampler(loader, sampler)
-        return self._shared(loader) if kind == "shared stream" else self._stream(loader, kind)
+        if kind == "shared stream":
+            assert not isinstance(costs, SampleCosts)
+            return self._shared(loader, costs)
+        return self._stream(loader, kind)
 
     def evaluation(self, loader: DataLoader, name: str) -> object:
         """Make an evaluation loader yield every sample once, on one rank (collective)."""
@@ -397,12 +399,12 @@ class Loaders:
         size = int(loader.batch_size or getattr(loader.batch_sampler, "batch_size", None) or 1)
         return self.sizes.evaluated(size) if evaluation else self.sizes.trained(size)
 
-    def _shared(self, loader: Any) -> SharedStreamLoader:
+    def _shared(self, loader: Any, costs: StreamCosts | None) -> SharedStreamLoader:
         total = self._batch_size(loader)
         self.planner.expect(total)
         requests = BatchRequests(total, self.planner.ready, self._begin_pass)
         add_worker_init_fn(loader, self.rank)
-        return SharedStreamLoader(loader, requests, self.rank, self.replica, self.planner.least)
+        return SharedStreamLoader(loader, requests, self.rank, self.replica, self.planner.least, costs)
 
     def _stream(self, loader: Any, kind: str) -> Stream:
         usual = None  # samples in a batch, if the loaders of all ranks are made for the same number

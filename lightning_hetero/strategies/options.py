@@ -98,9 +98,9 @@ class Options:
             ``sample_cost`` says: ``"additive"``, the sum, as of tokens in packed batches, or of graphs; ``"padded"``,
             the number of samples times the longest, as where a part is padded. ``"samples"``: all samples cost the
             same, whoever says what.
-        sample_cost: what each sample costs: a function of its index, or one number for each. It is asked where neither
-            the dataset (``sample_costs``, ``sample_cost(index)``, ``lengths``) nor the module (``sample_cost(index)``)
-            tells. Default: samples are counted.
+        sample_cost: what each sample costs: a function of its index, or one number for each; for a ``SharedStream`` a
+            function of the sample. It is asked where neither the dataset (``sample_costs``, ``sample_cost(index)``,
+            ``lengths``) nor the module (``sample_cost(index)``) tells. Default: samples are counted.
         rebalance_every_n_steps: how often (in batches) the ranks exchange their measured speeds.
         on_nan: what to do about a loss or gradient that is not finite on some rank, before the optimizer steps:
             ``"error"`` raises on every rank and names it; ``"skip"`` leaves the samples of a rank with such a loss out
@@ -142,7 +142,7 @@ class Options:
     max_batch_memory: int | str | list[int | str | None] | None = None
     balance_iterable: bool = False
     cost: Rule = "additive"
-    sample_cost: Callable[[int], float] | list[float] | None = None
+    sample_cost: Callable[[Any], float] | list[float] | None = None
     rebalance_every_n_steps: int = 4
     on_nan: OnNaN = "error"
     ranks_per_node: int | list[int] | None = None
@@ -307,9 +307,8 @@ class Options:
         """
         if self.sample_cost is not None or self.cost == "padded":
             raise UnsupportedError(
-                "cost='padded' and sample_cost are for map-style datasets, which the strategy shards: samples of a "
-                "stream, or of a sampler that shards by itself, have no index here. Remove the options, or give a "
-                "map-style dataset."
+                "cost='padded' and sample_cost are for batches that all ranks share: of a map-style dataset, or of a "
+                "SharedStream. Here each rank has data of its own. Remove the options, or give such a dataset."
             )
 
     @property

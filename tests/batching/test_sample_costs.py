@@ -9,7 +9,7 @@ from torch.utils.data import Subset
 
 from lightning_hetero.batching.cost import CostEvidence, CostModel, SpeedEstimator
 from lightning_hetero.batching.planner import Plan, Planner, Report
-from lightning_hetero.batching.sample_costs import SampleCosts, sample_costs_of
+from lightning_hetero.batching.sample_costs import SampleCosts, sample_costs_of, stream_costs_of
 from lightning_hetero.batching.sampler import FixedBatches, Position, ShareSampler
 from lightning_hetero.batching.shares import Cost
 from lightning_hetero.batching.timer import StepTiming
@@ -85,7 +85,7 @@ def test_a_mean_sample_costs_one_and_none_costs_nothing():
         ({"lengths": [[1, 2], [2, 3]]}, "additive", "2x2 costs for 4 samples"),
         ({"lengths": [0, 0, 0, 0]}, "additive", "all 4 samples cost 0, so there is nothing to deal by"),
         ({"sample_costs": ["a", "b", "c", "d"]}, "additive", "Data.sample_costs is no sequence of numbers"),
-        ({"sample_cost": lambda i: {}[i]}, "additive", r"Data.sample_cost\(0\) gives no number: KeyError: 0"),
+        ({"sample_cost": lambda i: {}[i]}, "additive", "Data.sample_cost gives no number for sample 0: KeyError: 0"),
         ({"lengths": [1, 2.5, 3, 4]}, "padded", "whole numbers, but Data.lengths says 2.5 for sample 1"),
     ],
 )
@@ -104,6 +104,23 @@ def test_a_sampler_that_yields_no_indices_of_the_dataset():
     for batch in ([1, 4], ["a"]):
         with pytest.raises(DataError, match=r"Data\.lengths knows samples 0 to 3"):
             costs.of(batch)
+
+
+def test_the_samples_of_a_stream_are_asked_as_they_come():
+    costs = stream_costs_of(Data(sample_cost=len), None, "padded")
+    assert (costs.source, costs.padded) == ("Data.sample_cost", True)
+    assert costs.of(["ab", "abcd", ""], 7).values.tolist() == [1.0, 2.0, 0.001]
+    assert costs.of(["", ""], 7).values.tolist() == [1.0, 1.0]
+    assert stream_costs_of(Data(), len, "additive").source == "sample_cost of the strategy"
+    assert stream_costs_of(Data(lengths=[1, 2, 3, 4]), None, "additive") is None  # in which order?
+    assert stream_costs_of(Data(sample_cost=len), None, "samples") is None
+    for given, rule in (([1, 2, 3, 4], "additive"), (None, "padded")):
+        with pytest.raises(ConfigurationError, match=r"has `sample_cost\(sample\)`"):
+            stream_costs_of(Data(), given, rule)
+    with pytest.raises(DataError, match="gives no number for sample 8: TypeError"):
+        costs.of(["ab", 3], 7)
+    with pytest.raises(DataError, match=r"says 1\.5 for sample 8"):
+        stream_costs_of(Data(), float, "padded").of([1.0, 1.5], 7)
 
 
 # -- what a sampler draws ------------------------------------------------------------------------------
