@@ -160,7 +160,7 @@ class CostModel:
 
 
 class CostEvidence:
-    """How far a rank's times are from what the cost of its samples explains, and from what their number does.
+    """Evidence on costs: how far a rank's times are from what they explain, and from what numbers of samples do.
 
     Where batches are dealt by cost, a rank's parts cost nearly the same and their numbers of samples differ. If costs
     are right, so do times not; if they are not, times follow the numbers.

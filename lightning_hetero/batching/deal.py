@@ -330,7 +330,7 @@ class _Runs:
         return self._in_order(budgets, by_speed) or self._in_order(budgets, by_speed[::-1])
 
     def seconds(self, runs: list[tuple[int, int]]) -> float:
-        """When the slowest rank is done."""
+        """Seconds until the slowest rank is done."""
         at, latest = 0, max(self.fixed)
         for rank, size in runs:
             latest = max(latest, self.fixed[rank] + self.per_unit[rank] * (size * self.lengths[at]))
@@ -371,7 +371,7 @@ class _Runs:
         return runs[::-1]
 
     def _end(self, rank: int, at: int, budget: float) -> int:
-        """How far a rank gets from a sample on."""
+        """The sample that a rank reaches from one on, which is not its own any more."""
         longest, most = self.lengths[at], self.high[rank]
         return at + (most if budget >= longest * most else math.floor(budget / longest))
 

@@ -21,7 +21,7 @@ Rule = Literal["additive", "padded", "samples"]
 LEAST = 1e-3
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class SampleCosts:
     """Costs of a dataset's samples, in that of a mean sample.
 
@@ -107,7 +107,7 @@ def machines_of(plan: Plan, samples: int) -> Machines:
 
 
 def sample_costs_of(dataset: Any, module: Any, given: Any, rule: Rule) -> SampleCosts | None:
-    """What the samples of a dataset cost.
+    """Find what the samples of a dataset cost.
 
     Args:
         dataset: of a training loader.
@@ -197,7 +197,7 @@ class StreamCosts:
 
 
 def stream_costs_of(stream: Any, given: Any, rule: Rule) -> StreamCosts | None:
-    """What the samples of a stream cost, which all ranks read alike.
+    """Find what the samples of a stream cost, which all ranks read alike.
 
     Args:
         stream: of a ``SharedStream``.
@@ -222,7 +222,7 @@ def stream_costs_of(stream: Any, given: Any, rule: Rule) -> StreamCosts | None:
 
 
 def _source(dataset: Any, module: Any, given: Any) -> tuple[str, Any] | None:
-    """What tells the costs, with its name: a sequence, or a function of an index."""
+    """The source of the costs, with its name: a sequence, or a function of an index."""
     owner, indices = dataset, None
     while isinstance(owner, Subset):
         indices = list(owner.indices) if indices is None else [owner.indices[i] for i in indices]

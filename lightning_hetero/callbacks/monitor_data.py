@@ -196,7 +196,7 @@ class StepHistory:
 
 
 class DealtByCost(NamedTuple):
-    """How well costs of samples explain a rank's times.
+    """Fit of a rank's times to costs of samples, and to numbers of samples.
 
     Attributes:
         off_by_cost: how far its times are from what costs explain, as a fraction.
@@ -210,7 +210,7 @@ class DealtByCost(NamedTuple):
 
     @classmethod
     def of(cls, accounting: BatchAccounting) -> "DealtByCost | None":
-        """What a rank's accounting knows of it; ``None``: nothing."""
+        """The fit that a rank's accounting knows; ``None``: none."""
         off = accounting.by_cost.off()
         return cls(*off, accounting.planner.plans[-1].by_samples) if any(off) else None
 

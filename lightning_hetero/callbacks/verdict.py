@@ -206,7 +206,7 @@ def verdict_of(fit: FitRecord) -> Verdict:
 
 
 def _of_costs(fit: FitRecord) -> tuple[str, ...]:
-    """How well costs of samples explain times, where they are known."""
+    """A sentence on how well costs of samples explain times, where they are known."""
     known = [view.by_cost for view in fit.views if view.by_cost is not None]
     if not known:
         return ()
