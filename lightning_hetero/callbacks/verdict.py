@@ -211,10 +211,10 @@ def _of_costs(fit: FitRecord) -> tuple[str, ...]:
     if not known:
         return ()
     by_cost, by_samples = (max(column) for column in zip(*(one[:2] for one in known), strict=True))
-    end = "In the end they were split by samples" if known[0].left else "They were dealt by cost"
+    dealt = "split by samples in the end" if known[0].left else "dealt by cost"
     return (
-        f"What samples in a batch cost explains the time of a rank's step up to {by_cost:.0%}, their number up to "
-        f"{by_samples:.0%}. {end}.",
+        f"Step times are within {by_cost:.0%} of what the cost of a rank's samples explains, and within "
+        f"{by_samples:.0%} of what their number explains. Batches were {dealt}.",
     )
 
 

@@ -1,5 +1,6 @@
 """What samples cost: who says so, what is refused, and what a rank learns from it."""
 
+import json
 import math
 
 import numpy as np
@@ -8,7 +9,8 @@ import torch
 from torch.utils.data import Subset
 
 from lightning_hetero.batching.cost import CostEvidence, CostModel, SpeedEstimator
-from lightning_hetero.batching.planner import Plan, Planner, Report
+from lightning_hetero.batching.plan_agreement import plan_as_row, plan_from_row
+from lightning_hetero.batching.planner import Plan, Planner, Report, plan_for_survivors
 from lightning_hetero.batching.sample_costs import SampleCosts, sample_costs_of, stream_costs_of
 from lightning_hetero.batching.sampler import FixedBatches, Position, ShareSampler
 from lightning_hetero.batching.shares import Cost
@@ -222,6 +224,9 @@ def test_costs_that_explain_less_than_samples_are_left(reports, left):
         resumed = Planner(3)
         resumed.load_state_dict(planner.state_dict())
         assert resumed.plans[0].by_samples
+        assert plan_for_survivors(planner, [0, 2], Planner(2)).plans[0].by_samples
+        plan = planner.plans[-1]
+        assert plan_from_row(json.loads(json.dumps(plan_as_row(plan)))) == plan
 
 
 def test_fixed_shares_stay_by_cost():
