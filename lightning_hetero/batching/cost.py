@@ -166,13 +166,14 @@ class CostEvidence:
     are right, so do times not; if they are not, times follow the numbers.
     """
 
-    #: Steps that are remembered, and from which on they tell something.
-    MEMORY, ENOUGH = 128, 32
-    #: The part of the steps that is left out, as those in which the rank was disturbed.
-    STALLED = 0.1
+    #: Steps that are compared with each other, so that a change of speed matters to few; how many such groups are
+    #: remembered, and from which on they tell something.
+    GROUP, MEMORY, ENOUGH = 16, 8, 2
+    #: The part of a group that is left out, as steps in which the rank was disturbed.
+    STALLED = 0.15
 
     def __init__(self) -> None:
-        self._steps: deque[tuple[float, float, float]] = deque(maxlen=self.MEMORY)  # cost, samples, seconds
+        self._steps: deque[tuple[float, float, float]] = deque(maxlen=self.GROUP * self.MEMORY)
 
     def observe(self, cost: float, samples: float, seconds: float) -> None:
         """Take in a step."""
@@ -181,25 +182,12 @@ class CostEvidence:
 
     def off(self) -> tuple[float, float]:
         """Deviations by cost, and by samples, as fractions of a step's time; zeros while too little is known."""
-        if len(self._steps) < self.ENOUGH:
+        groups = list(zip(*[reversed(self._steps)] * self.GROUP, strict=False))
+        if len(groups) < self.ENOUGH:
             return 0.0, 0.0
-        cost, samples, seconds = np.asarray(self._steps).T
-        return self._residual(cost, seconds), self._residual(samples, seconds)
-
-    def _residual(self, size: Any, seconds: Any) -> float:
-        """Root of the mean squared deviation from the best straight line with ``a >= 0`` and ``k >= 0``."""
-        kept = np.ones(len(size), bool)
-        for left_out in (self.STALLED, 0.0):
-            x, t = size[kept], seconds[kept]
-            spread = ((x - x.mean()) ** 2).sum()
-            k = max(((x - x.mean()) * (t - t.mean())).sum() / spread, 0.0) if spread > 0 else 0.0
-            a = t.mean() - k * x.mean()
-            if a < 0:
-                a, k = 0.0, (x * t).sum() / (x * x).sum()
-            off = np.abs(seconds - a - k * size)
-            if left_out:
-                kept = off <= np.quantile(off, 1 - left_out)
-        return float(np.sqrt((off[kept] ** 2).mean()) / seconds[kept].mean())
+        columns = [np.asarray(steps).T for steps in groups]
+        by_cost, by_samples = ([_residual(size[i], size[2]) for size in columns] for i in (0, 1))
+        return median(by_cost), median(by_samples)
 
 
 class SizeTiming(NamedTuple):
@@ -414,6 +402,25 @@ class CurveEstimator:
                 times = [TimedSteps(number, scaled.seconds(size))] * self.ENOUGH
                 self._sizes = {size: deque(times, maxlen=self.EACH), **self._sizes}
         return self.points()
+
+
+def _residual(size: Any, seconds: Any) -> float:
+    """Root of the mean squared deviation of times from the best line with ``a >= 0`` and ``k >= 0``, relative to them.
+
+    Some times are left out, those that are farthest from the best line through all.
+    """
+    kept = np.ones(len(size), bool)
+    for left_out in (CostEvidence.STALLED, 0.0):
+        x, t = size[kept], seconds[kept]
+        spread = ((x - x.mean()) ** 2).sum()
+        k = max(((x - x.mean()) * (t - t.mean())).sum() / spread, 0.0) if spread > 0 else 0.0
+        a = t.mean() - k * x.mean()
+        if a < 0:
+            a, k = 0.0, (x * t).sum() / (x * x).sum()
+        off = np.abs(seconds - a - k * size)
+        if left_out:
+            kept = off <= np.quantile(off, 1 - left_out)
+    return float(np.sqrt((off[kept] ** 2).mean()) / seconds[kept].mean())
 
 
 def _line_residual(points: Sequence[SizeTiming]) -> float:

@@ -113,54 +113,49 @@ class _Deal:
         return self.machines.fixed + self.machines.per_unit * self.loads
 
     def longest_first(self) -> None:
+        """Deal the longest and the shortest samples one by one, and those between in blocks."""
         order = np.argsort(-self.costs, kind="stable")
-        slow, (_, per_unit, low, high) = 2 * self.world, self.machines
-        ends = self.machines.fixed.copy()
-        low_open = int(low.sum())
-        room = high.astype(np.float64)
-        at, left = 0, len(order)
-        while left:
-            block = 4 * self.world
-            if at >= slow and left - block >= max(slow, low_open):
-                samples = order[at : at + block]
-                ranks = self._block(samples, ends)
-                self.owner[samples] = ranks
-                np.add.at(self.loads, ranks, self.costs[samples])
-                np.add.at(self.counts, ranks, 1)
-                at, left = at + block, left - block
-                ends = self.seconds
-                room = (high - self.counts).astype(np.float64)
-                low_open = int(np.maximum(low - self.counts, 0).sum())
-                continue
-            sample = int(order[at])
-            cost = float(self.costs[sample])
-            then = ends + per_unit * cost
-            if left <= low_open:  # just enough for those who have to take some yet
-                then = np.where(self.counts < low, then, np.inf)
-            else:
-                then[room <= 0] = np.inf
-            rank = int(then.argmin())
-            self.owner[sample] = rank
-            self.loads[rank] += cost
-            low_open -= bool(self.counts[rank] < low[rank])
-            self.counts[rank] += 1
-            room[rank] -= 1
-            ends[rank] = self.machines.fixed[rank] + per_unit[rank] * self.loads[rank]
-            at, left = at + 1, left - 1
+        alone, block = 2 * self.world, max(4 * self.world, len(order) // 64)
+        at = self._one_by_one(order[:alone], len(order))
+        while len(order) - at - block >= max(alone, int(np.maximum(self.machines.low - self.counts, 0).sum())):
+            at += self._block(order[at : at + block])
+        self._one_by_one(order[at:], len(order) - at)
 
-    def _block(self, samples: Ints, ends: Floats) -> Ints:
-        """The ranks that are done first with as many samples of one cost, in the order in which they are done."""
-        block = len(samples)
-        cost = float(self.costs[samples[block // 2]])
-        then = ends[:, None] + self.machines.per_unit[:, None] * (cost * np.arange(1, block + 1))
+    def _one_by_one(self, samples: Ints, left: int) -> int:
+        """Give each sample to the rank that is done with it first; ``left``: samples that are not dealt yet."""
+        fixed, per_unit, low, high = self.machines
+        missing = int(np.maximum(low - self.counts, 0).sum())
+        ends = self.seconds
+        for sample in samples.tolist():
+            then = ends + per_unit * self.costs[sample]
+            if left <= missing:  # just enough for those who have to take some yet
+                then[self.counts >= low] = np.inf
+            then[self.counts >= high] = np.inf
+            rank = int(then.argmin())
+            missing -= bool(self.counts[rank] < low[rank])
+            self.owner[sample], left = rank, left - 1
+            self.loads[rank] += self.costs[sample]
+            self.counts[rank] += 1
+            ends[rank] = fixed[rank] + per_unit[rank] * self.loads[rank]
+        return len(samples)
+
+    def _block(self, samples: Ints) -> int:
+        """Deal samples of nearly the same cost to the ranks that would be done first with as many equal ones."""
+        block, cost = len(samples), float(self.costs[samples[len(samples) // 2]])
+        then = self.seconds[:, None] + self.machines.per_unit[:, None] * (cost * np.arange(1, block + 1))
         room = self.machines.high - self.counts
         if (room < block).any():
             then[np.arange(block) >= room[:, None]] = np.inf
         last = np.partition(then, block - 1, axis=None)[block - 1]
         chosen = np.flatnonzero(then < last)
         chosen = np.concatenate([chosen, np.flatnonzero(then == last)[: block - len(chosen)]])
-        ranks = chosen // block
-        return ranks[np.argsort(then.ravel()[chosen], kind="stable")]
+        ranks = (chosen // block)[
+            np.argsort(then.ravel()[chosen], kind="stable")
+        ]  # in the order in which they are done
+        self.owner[samples] = ranks
+        np.add.at(self.loads, ranks, self.costs[samples])
+        np.add.at(self.counts, ranks, 1)
+        return block
 
     def improve(self) -> None:
         bound = _bound(self.costs, self.machines)

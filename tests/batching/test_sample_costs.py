@@ -185,7 +185,7 @@ def steps_of(kind, seed=0, count=200):
 def test_evidence_tells_what_explains_times(kind):
     evidence = CostEvidence()
     for number, (cost, samples, seconds) in enumerate(steps_of(kind)):
-        assert (evidence.off() == (0.0, 0.0)) == (number < CostEvidence.ENOUGH)
+        assert (evidence.off() == (0.0, 0.0)) == (number < CostEvidence.GROUP * CostEvidence.ENOUGH)
         evidence.observe(cost, samples, seconds * (5 if number % 20 == 7 else 1))  # and some stalls
     by_cost, by_samples = evidence.off()
     if kind == "cost":
@@ -193,7 +193,7 @@ def test_evidence_tells_what_explains_times(kind):
     elif kind == "samples":
         assert by_samples < 0.025 < 4 * by_samples < by_cost
     else:
-        assert by_cost == pytest.approx(by_samples, rel=0.1)
+        assert by_cost == pytest.approx(by_samples, rel=0.3)
 
 
 def report(off_by_cost=0.0, off_by_samples=0.0, k=1.0):
