@@ -173,20 +173,23 @@ class CostEvidence:
     STALLED = 0.15
 
     def __init__(self) -> None:
-        self._steps: deque[tuple[float, float, float]] = deque(maxlen=self.GROUP * self.MEMORY)
+        self._steps: list[tuple[float, float, float]] = []  # of the running group
+        self._off: deque[tuple[float, float]] = deque(maxlen=self.MEMORY)  # of each group, by cost and by samples
 
     def observe(self, cost: float, samples: float, seconds: float) -> None:
         """Take in a step."""
         if seconds > 0:
             self._steps.append((cost, samples, seconds))
+        if len(self._steps) == self.GROUP:
+            costs, numbers, times = np.asarray(self._steps).T
+            self._off.append((_residual(costs, times), _residual(numbers, times)))
+            self._steps.clear()
 
     def off(self) -> tuple[float, float]:
         """Deviations by cost, and by samples, as fractions of a step's time; zeros while too little is known."""
-        groups = list(zip(*[reversed(self._steps)] * self.GROUP, strict=False))
-        if len(groups) < self.ENOUGH:
+        if len(self._off) < self.ENOUGH:
             return 0.0, 0.0
-        columns = [np.asarray(steps).T for steps in groups]
-        by_cost, by_samples = ([_residual(size[i], size[2]) for size in columns] for i in (0, 1))
+        by_cost, by_samples = zip(*self._off, strict=True)
         return median(by_cost), median(by_samples)
 
 
