@@ -154,7 +154,7 @@ TWO_RANKS = [
     ddp(DisagreementError, "costs of samples: rank 0: Costly.sample_cost, digest", data=bad.by_rank),
     ddp(UnsupportedError, "batches that all ranks share", options={"sample_cost": abs}, data=bad.Stream),
     ddp(ConfigurationError, "`sample_cost(sample)`", options={"cost": "padded"}, data=bad.shared),
-    ddp(DataError, "gives no number for sample 0: TypeError", options={"sample_cost": len}, data=bad.shared),
+    ddp(DataError, "gives no number for sample 0: TypeError", options={"sample_cost": abs}, data=bad.shared),
     ddp(DataError, "is unknown", "batch_weight", data=bad.Rows, options={"balance_iterable": True}),
     ddp(UnsupportedError, "batch_size=None", "use_distributed_sampler=False", load={"batch_size": None}),
     ddp(UnsupportedError, "in_order=True", load={"num_workers": 2, "in_order": False}),
