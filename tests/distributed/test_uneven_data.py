@@ -12,7 +12,7 @@ from ranks import run
 from tasks import FAST, Net, Save, TokenNet, dataset, error, fits, parameters
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
-from lightning_hetero import HeteroDDPStrategy
+from lightning_hetero import GossipAsyncStrategy, HeteroDDPStrategy, HeteroMonitor, NodeAverageStrategy
 from lightning_hetero.batching.cost import CostEvidence
 
 COSTS = [1 + 7 * i % 29 + 60 * (i % 17 == 0) for i in range(101)]  # of few samples very much
@@ -81,6 +81,35 @@ def test_a_deal_by_cost_comes_to_what_one_process_comes_to(world: int) -> None:
     counts = [len(part) for part in ranks[0]["additive"]["seen"]]
     assert len(set(counts)) > 2
     assert max(counts) > 12 / world
+
+
+#: Strategies whose replicas differ: they meet now and then, or keep their own pace, as their plans do.
+REPLICAS = [
+    (NodeAverageStrategy, {"ranks_per_node": 1, "every_n_steps": 2}),
+    (GossipAsyncStrategy, {"replica": "rank"}),
+]
+
+
+def _replicas(folder: str) -> list[tuple[list[list[int]], Any]]:
+    found = []
+    for kind, options in REPLICAS:
+        module, monitor = Net(), HeteroMonitor(report=f"{folder}/{kind.__name__}")
+        strategy = kind(**ADDITIVE, **options, global_batch_size=12, rebalance_every_n_steps=1)
+        trainer = pl.Trainer(strategy=strategy, **{**FAST, "max_epochs": 6, "callbacks": [monitor]})
+        trainer.fit(module, DataLoader(dataset(), batch_size=2, shuffle=True))
+        found.append((module.seen, monitor.summary and monitor.summary.verdict.sentences))
+    return found
+
+
+def test_replicas_that_differ_take_each_sample_once(tmp_path: Path) -> None:
+    for ranks in zip(*run(_replicas, 2, str(tmp_path)), strict=True):
+        parts = [seen for seen, _ in ranks]
+        assert [sorted({i for part in step for i in part}) for step in zip(*parts, strict=True)] == [
+            sorted(batch) for batch in batches_of(6)
+        ]
+        assert len({len(part) for part in parts[0]}) > 2
+        sentences = ranks[0][1]
+        assert sentences[-1].startswith("Step times are within"), sentences
 
 
 # -- resuming ----------------------------------------------------------------------------------------------
