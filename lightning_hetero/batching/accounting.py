@@ -13,11 +13,11 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from lightning_utilities.core.rank_zero import rank_zero_info
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.distributed import Store
 
-from lightning_hetero.batching.cost import CostModel, SpeedEstimator
+from lightning_hetero.batching.cost import CostEvidence, CostModel, SpeedEstimator
 from lightning_hetero.batching.global_batch import GlobalBatchSizes
 from lightning_hetero.batching.plan_agreement import (
     PlanDecision,
@@ -88,7 +88,8 @@ class BatchAccounting:
         self.planner, self.timer, self.loaders = planner, timer, loaders
         self.replica, self._group, self._gathering = replica, group, gathering
         self._defers, self._owes = defers_reports, False  # a report of the step that has ended
-        self.cost, self.evidence = CostModel(), SpeedEstimator()
+        self.cost, self.evidence = CostModel(), SpeedEstimator()  # by what samples cost, or by their number
+        self.by_cost, self._by_samples = CostEvidence(), False  # whether that does not explain this rank's times
         self.step = self.met = 0  # batches done, the same on every rank; after which all have met last, to report
         self.reports: list[Report] = []  # of all ranks, the latest ones
         self.launched, self._reported_at = 0, 0  # reports that this rank has sent; the step of the latest one
@@ -116,6 +117,7 @@ class BatchAccounting:
         """
         self.step, self.cost, self.evidence, self.watchers = former.step, former.cost, former.evidence, former.watchers
         self._warned, self._warned_too_slow = former._warned, former._warned_too_slow
+        self.by_cost, self._by_samples = former.by_cost, former._by_samples
         self._durations = former._durations
         self._owes, self.launched = former._owes, former.launched
         if repartition is not None:  # in the midst of a step, perhaps
@@ -147,6 +149,7 @@ class BatchAccounting:
             self.evidence.shape.assume(cost)
             cost = Cost(cost.fixed, (cost.seconds(samples) - cost.fixed) / samples)
         self.cost.assume(cost, samples)
+        self._by_samples = self.planner.plans[-1].by_samples  # as is known already
 
     def begin_pass(self) -> None:
         """An epoch's first batch is about to be drawn, and those that workers prefetch with it."""
@@ -198,13 +201,19 @@ class BatchAccounting:
         """
         if self.drawn is None:
             return
-        for timing in self.timer.end_step(max(int(self.drawn.samples), 1), padding=not self.drawn.samples):
+        self._leave_costs()
+        samples, padding, cost = max(int(self.drawn.samples), 1), not self.drawn.samples, self.drawn.cost
+        for timing in self.timer.end_step(samples, padding, cost):
             if not timing.compiled:
                 self._durations.append(timing.work + timing.wait - timing.exchange)
-                self.cost.observe(timing.samples, timing.work)
+                size = timing.samples if self._by_samples else timing.cost or timing.samples
+                self.cost.observe(size, timing.work)
                 if self.cost.warm:
-                    self.evidence.observe(timing, self.cost.cost)
+                    cost = 0.0 if self._by_samples else timing.cost
+                    self.evidence.observe(timing._replace(samples=size, cost=cost), self.cost.cost)
                     self._timings.append(timing)
+                    if timing.cost:
+                        self.by_cost.observe(timing.cost, timing.samples, timing.work)
             for watcher in self.watchers:
                 watcher(timing)
         self.drawn, self._weighing = None, None
@@ -255,6 +264,20 @@ class BatchAccounting:
         if self.planner.too_slow is not None and not self._warned_too_slow:
             self._warned_too_slow = True
             rank_zero_info(str(self.planner.too_slow))
+
+    def _leave_costs(self) -> None:
+        """Learn this rank's speed anew, by numbers of samples, once the agreed plan counts them again."""
+        if self._by_samples or not self.planner.plans[-1].by_samples:
+            return
+        self._by_samples, self.cost, self.evidence = True, CostModel(), SpeedEstimator()
+        off = [(report.off_by_cost, report.off_by_samples) for report in self.reports]
+        by_cost, by_samples = (max(column, default=0.0) for column in zip(*off, strict=True)) if off else (0.0, 0.0)
+        figures = f" (off by up to {by_cost:.0%} and {by_samples:.0%})" if off else ""
+        rank_zero_warn(
+            "What samples are said to cost explains the times of steps worse than the numbers of samples do"
+            f"{figures}. Batches are split by samples from step {self.planner.plans[-1].start} on. Correct the costs, "
+            "set cost='padded' if each rank pads its part to its longest sample, or set cost='samples'."
+        )
 
     def _warn_of_concave_times(self) -> None:
         """Say once on every rank that shares go by a curve that is below some rank's times."""
@@ -311,7 +334,7 @@ class BatchAccounting:
             DataError: on every rank, if the user's measure of a batch was negative or NaN on any.
             UnsupportedError: no step is running.
         """
-        own, total, _ = self.current()
+        own, total, *_ = self.current()
         if self._weighing is not None:
             mine, everyone, work = self._weighing
             if work is not None:
@@ -343,7 +366,7 @@ class BatchAccounting:
         drawn, cost, ended = self.loaders.next_step(), speed.cost, float(self.loaders.ended())
         means = samples, work, wait
         self._settings = self.settings()
-        told = speed.since, *speed.bump, ended, settings_number(self._settings)
+        told = speed.since, *speed.bump, ended, *self.by_cost.off(), settings_number(self._settings)
         return Report(cost.fixed, cost.per_sample, error, drawn, *means, timings, *told, bends=cost.bends)
 
 

@@ -1,5 +1,7 @@
 """Cost model: seconds of a batch on this rank by its number of samples, learned from measured steps.
 
+Where it is known what samples cost, a part of a batch counts by its cost, in that of a mean sample, instead.
+
 A rank's time for the same work varies: other programs take its core, clocks change, batches differ. Such noise comes in
 states that last for a while, so that many measurements in a row agree and yet say little. Statistics that take them for
 independent are sure too soon, and shares follow the noise.
@@ -9,7 +11,9 @@ import math
 from collections import deque
 from collections.abc import Sequence
 from statistics import median
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from lightning_hetero.batching.shares import Cost, Curve, curve_below
 from lightning_hetero.batching.timer import StepTiming
@@ -40,7 +44,7 @@ class CostModel:
     def __init__(self, drift: float = 0.01, noise: float = 0.05, warm_up: int = 2) -> None:
         self.drift, self.noise, self.warm_up = drift, noise, warm_up
         self.count = 0
-        self._samples = 1  # of the last measurement
+        self._samples = 1.0  # of the last measurement
         self._a = self._k = 0.0  # seconds, seconds per sample
         self._p = (0.0, 0.0, 0.0)  # covariance of (a, k): p_aa, p_ak, p_kk, in s^2
         self._bias = 0.0  # running mean of surprises, in deviations
@@ -63,19 +67,19 @@ class CostModel:
         fixed = min(max(self._a, 0.0), 0.999 * seconds)
         return Cost(fixed, (seconds - fixed) / self._samples)
 
-    def predict(self, samples: int) -> float:
+    def predict(self, samples: float) -> float:
         """Expected seconds for ``samples`` samples."""
         return self._a + self._k * samples
 
-    def error(self, samples: int) -> float:
+    def error(self, samples: float) -> float:
         """Relative standard error of :meth:`predict`; infinite before the model is ready."""
         if not self.ready:
             return math.inf
         return math.sqrt(self._variance(samples)) / max(self.predict(samples), 1e-12)
 
-    def observe(self, samples: int, seconds: float) -> None:
-        """Take in one measured batch of ``samples >= 1`` samples that took ``seconds`` of this rank's own time."""
-        if not (samples >= 1 and math.isfinite(seconds) and seconds > 0):
+    def observe(self, samples: float, seconds: float) -> None:
+        """Take in one measured batch of ``samples > 0`` samples that took ``seconds`` of this rank's own time."""
+        if not (samples > 0 and math.isfinite(seconds) and seconds > 0):
             return
         self.count += 1
         self._samples = samples
@@ -114,13 +118,13 @@ class CostModel:
         self._p, self._far = (0.0, 0.0, 0.0), 0.0
         self._widen(samples, scale=self.noise, ratio=0.05)
 
-    def _start(self, samples: int, seconds: float) -> None:
+    def _start(self, samples: float, seconds: float) -> None:
         # One point fixes the scale only. Guess a fifth of it to be fixed cost, and admit that this is a guess.
         self._a, self._k = 0.2 * seconds, 0.8 * seconds / samples
         self._p = (0.0, 0.0, 0.0)
         self._widen(samples, scale=self.noise, ratio=0.3)
 
-    def _widen(self, samples: int, scale: float, ratio: float) -> None:
+    def _widen(self, samples: float, scale: float, ratio: float) -> None:
         """Add uncertainty about the scale (along x) and about a : k at constant time for ``samples``."""
         seconds = self.predict(samples)
         for weight, (da, dk) in ((scale, (self._a, self._k)), (ratio, (seconds, -seconds / samples))):
@@ -131,11 +135,11 @@ class CostModel:
     def _fade(self) -> None:
         self._widen(1, scale=self.drift, ratio=0.0)
 
-    def _variance(self, samples: int) -> float:
+    def _variance(self, samples: float) -> float:
         p_aa, p_ak, p_kk = self._p
         return max(p_aa + 2 * samples * p_ak + samples**2 * p_kk, 0.0)  # below 0 only by rounding
 
-    def _jump(self, samples: int, ratio: float) -> None:
+    def _jump(self, samples: float, ratio: float) -> None:
         self._a, self._k = ratio * self._a, ratio * self._k
         p_aa, p_ak, p_kk = self._p
         self._p = (ratio**2 * p_aa, ratio**2 * p_ak, ratio**2 * p_kk)
@@ -146,13 +150,47 @@ class CostModel:
         seen = min(max(surprise**2 - explained, 0.0), (3 * self.noise) ** 2)
         self.noise = max(math.sqrt(0.9 * self.noise**2 + 0.1 * seen), self.LEAST_NOISE)
 
-    def _correct(self, samples: int, surprise: float) -> None:
+    def _correct(self, samples: float, surprise: float) -> None:
         p_aa, p_ak, p_kk = self._p
         to_a, to_k = p_aa + samples * p_ak, p_ak + samples * p_kk  # P h, with h = (1, samples)
         total = to_a + samples * to_k + (self.noise * self.predict(samples)) ** 2
         self._a += to_a / total * surprise
         self._k += to_k / total * surprise
         self._p = (p_aa - to_a * to_a / total, p_ak - to_a * to_k / total, p_kk - to_k * to_k / total)
+
+
+class CostEvidence:
+    """Evidence on costs: how far a rank's times are from what they explain, and from what numbers of samples do.
+
+    Where batches are dealt by cost, a rank's parts cost nearly the same and their numbers of samples differ. If costs
+    are right, so do times not; if they are not, times follow the numbers.
+    """
+
+    #: Steps that are compared with each other, so that a change of speed matters to few; how many such groups are
+    #: remembered, and from which on they tell something.
+    GROUP, MEMORY, ENOUGH = 16, 8, 2
+    #: The part of a group that is left out, as steps in which the rank was disturbed.
+    STALLED = 0.15
+
+    def __init__(self) -> None:
+        self._steps: list[tuple[float, float, float]] = []  # of the running group
+        self._off: deque[tuple[float, float]] = deque(maxlen=self.MEMORY)  # of each group, by cost and by samples
+
+    def observe(self, cost: float, samples: float, seconds: float) -> None:
+        """Take in a step."""
+        if seconds > 0:
+            self._steps.append((cost, samples, seconds))
+        if len(self._steps) == self.GROUP:
+            costs, numbers, times = np.asarray(self._steps).T
+            self._off.append((_residual(costs, times), _residual(numbers, times)))
+            self._steps.clear()
+
+    def off(self) -> tuple[float, float]:
+        """Deviations by cost, and by samples, as fractions of a step's time; zeros while too little is known."""
+        if len(self._off) < self.ENOUGH:
+            return 0.0, 0.0
+        by_cost, by_samples = zip(*self._off, strict=True)
+        return median(by_cost), median(by_samples)
 
 
 class SizeTiming(NamedTuple):
@@ -165,7 +203,7 @@ class SizeTiming(NamedTuple):
         stretches: how many it rests on.
     """
 
-    samples: int
+    samples: float
     seconds: float
     error: float
     stretches: int
@@ -194,7 +232,7 @@ class OutlierRun(NamedTuple):
 
     first: int
     longer: bool
-    samples: int
+    samples: float
 
 
 class CurveEstimator:
@@ -369,6 +407,25 @@ class CurveEstimator:
         return self.points()
 
 
+def _residual(size: Any, seconds: Any) -> float:
+    """Root of the mean squared deviation of times from the best line with ``a >= 0`` and ``k >= 0``, relative to them.
+
+    Some times are left out, those that are farthest from the best line through all.
+    """
+    kept = np.ones(len(size), bool)
+    for left_out in (CostEvidence.STALLED, 0.0):
+        x, t = size[kept], seconds[kept]
+        spread = ((x - x.mean()) ** 2).sum()
+        k = max(((x - x.mean()) * (t - t.mean())).sum() / spread, 0.0) if spread > 0 else 0.0
+        a = t.mean() - k * x.mean()
+        if a < 0:
+            a, k = 0.0, (x * t).sum() / (x * x).sum()
+        off = np.abs(seconds - a - k * size)
+        if left_out:
+            kept = off <= np.quantile(off, 1 - left_out)
+    return float(np.sqrt((off[kept] ** 2).mean()) / seconds[kept].mean())
+
+
 def _line_residual(points: Sequence[SizeTiming]) -> float:
     """Residual of the points off the best line with ``a >= 0`` and ``k >= 0``: squared deviations, in errors."""
     weights = [1 / (p.error * p.seconds) ** 2 for p in points]
@@ -434,7 +491,7 @@ class StepRun(NamedTuple):
     """
 
     steps: int
-    samples: int
+    samples: float
     work: float
     seconds: float
 
@@ -479,8 +536,8 @@ class SpeedEstimator:
             timing: the step, as the timer has measured it.
             cost: what is known of how the time depends on the samples: only the ratio ``a : k`` counts.
         """
-        if timing.work > 0:
-            self.shape.observe(timing.samples, timing.work, timing.wait)
+        if timing.work > 0 and not timing.cost:  # costs hardly ever recur, so that they show no curve
+            self.shape.observe(int(timing.samples), timing.work, timing.wait)
         steps, samples, work, seconds = self._open
         self._open = StepRun(
             steps + 1, samples + timing.samples, work + timing.work, seconds + timing.work + timing.wait

@@ -176,13 +176,15 @@ def decode_message(told: dict[str, Any]) -> PlanProposal | PlanDecision:
 
 def plan_as_row(plan: Plan) -> list[Any]:
     """A plan as builtins."""
-    return [plan.start, [row_of(c) for c in plan.costs], plan.low, plan.high, plan.reach, plan.need]
+    costs = [row_of(cost) for cost in plan.costs]
+    return [plan.start, plan.by_samples, costs, plan.low, plan.high, plan.reach, plan.need]
 
 
 def plan_from_row(row: list[Any]) -> Plan:
     """The plan that :func:`plan_as_row` has described."""
-    start, costs, *limits = row
-    return Plan(start, tuple(cost_of(*cost) for cost in costs), *map(tuple, limits))
+    start, by_samples, costs, *limits = row
+    low, high, reach, need = map(tuple, limits)
+    return Plan(start, tuple(cost_of(*cost) for cost in costs), low, high, reach, need, by_samples)
 
 
 _POLL = 0.25  # seconds between two looks at the store

@@ -101,6 +101,8 @@ class Plan:
         reach: largest part of a batch that each rank is trusted with, 0 to 1; beyond what it has been seen to manage
             its cost is an extrapolation.
         need: least samples per rank of a batch that is too small for ``low``; default: the same.
+        by_samples: whether batches are split by samples although it is known what these cost: that does not explain
+            how long steps take.
     """
 
     start: int
@@ -109,6 +111,16 @@ class Plan:
     high: tuple[int, ...]
     reach: tuple[float, ...] = ()
     need: tuple[int, ...] = ()
+    by_samples: bool = False
+
+    def task(self, samples: int, trusted: bool = True) -> "Task":
+        """The task of splitting one batch, as :func:`~lightning_hetero.batching.shares.split` takes it.
+
+        Args:
+            samples: of the batch.
+            trusted: whether ranks take no more than they are trusted with.
+        """
+        return _task(self if trusted else replace(self, reach=()), samples, 1)
 
     def split(self, sizes: Sequence[int], turn: int | None = None) -> list[list[int]]:
         """Split the batches of one step (one per loader) in equal proportions, as their weights must be equal.
@@ -173,6 +185,8 @@ class Report(NamedTuple):
         bump: samples of a batch that takes longer than the curve says, because the times bend down; 0 if none does.
         bump_seconds: how long it takes.
         ended: whether its replica has come to the end of its own data, and runs padding batches.
+        off_by_cost: how far its times are from what the cost of its samples explains, as a fraction; 0 if unknown.
+        off_by_samples: how far they are from what the number of its samples explains.
         settings: a number that stands for the hyperparameters of its optimizers.
         bends: of its cost, at most ``MOST_BENDS``; none if it is a straight line.
     """
@@ -189,6 +203,8 @@ class Report(NamedTuple):
     bump: float = 0.0
     bump_seconds: float = 0.0
     ended: float = 0.0
+    off_by_cost: float = 0.0
+    off_by_samples: float = 0.0
     settings: float = 0.0
     bends: tuple[tuple[float, float], ...] = ()
 
@@ -310,6 +326,9 @@ class Planner:
     USEFUL = 16
     #: No rank's share grows beyond this multiple of what it has been seen to manage.
     GROWTH = 2.0
+    #: Costs of samples are left alone if they explain times so many times worse than numbers of samples do, and are
+    #: off by this fraction.
+    WORSE, OFF = 1.5, 0.05
     #: Plans that are remembered: ranks that are behind still draw by earlier ones, and what is lost is counted by them.
     KEPT = 16
 
@@ -466,7 +485,19 @@ class Planner:
         if latest.start > step:
             return None
         self._before = self._trial, self._doubt, self._patience
+        if not latest.by_samples and self._misled(reports):
+            self._trial = None
+            return replace(latest, by_samples=True)
         return self._judged() or self._better(latest, reports)
+
+    def _misled(self, reports: Sequence[Report]) -> bool:
+        """Whether numbers of samples explain the ranks' times better than costs do, if most ranks know."""
+        known = [report for report in reports if report.off_by_samples]
+        by_cost, by_samples = (
+            math.sqrt(sum(off**2 for off in column) / max(len(known), 1))
+            for column in ([r.off_by_cost for r in known], [r.off_by_samples for r in known])
+        )
+        return 2 * len(known) > len(reports) and by_cost > max(self.WORSE * by_samples, self.OFF)
 
     def _too_slow(self, reports: Sequence[Report]) -> TooSlow | None:
         """Ranks that make the job slower, if that was measured: at the least share, not by times for larger ones."""
@@ -512,7 +543,8 @@ class Planner:
         costs, noise = tuple(r.cost for r in reports), [r.error for r in reports]
         reach = tuple(min(1.0, self.GROWTH * part) for part in self.most)
         best, even = (
-            Plan(0, c, self._low, self.high, reach, self._need) for c in (costs, (Cost(0.0, 1.0),) * self.world)
+            Plan(0, c, self._low, self.high, reach, self._need, latest.by_samples)
+            for c in (costs, (Cost(0.0, 1.0),) * self.world)
         )
         present, wanted, level = (plan.split([self.total])[0] for plan in (latest, best, even))
         if not self._pays(level, wanted, costs, [self.STAY * x for x in noise]):
@@ -549,12 +581,14 @@ class Planner:
         """The latest plan and what it rests on; builtins only."""
         plan = self.plans[-1]
         costs = [row_of(cost) for cost in plan.costs]
-        return {"costs": costs, "reach": list(plan.reach), "most": list(self.most)}
+        by_samples = {"by_samples": True} if plan.by_samples else {}
+        return {"costs": costs, "reach": list(plan.reach), "most": list(self.most), **by_samples}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue with the plan of :meth:`state_dict` from the first step on, within this planner's limits."""
         costs = tuple(cost_of(*cost) for cost in state["costs"])
-        self.plans = [Plan(0, costs, self._low, self.high, tuple(state["reach"]), self._need)]
+        by_samples = state.get("by_samples", False)
+        self.plans = [Plan(0, costs, self._low, self.high, tuple(state["reach"]), self._need, by_samples)]
         self.most = list(state["most"])
 
     def _note(self, shares: Sequence[int]) -> None:
@@ -678,8 +712,9 @@ def plan_for_survivors(former: Planner, kept: Sequence[int], planner: Planner) -
     if former.limits_measured:
         planner.limit([former.high[rank] for rank in kept])
     planner.copy_trust(former)
-    state = {name: [rows[rank] for rank in kept] if rows else [] for name, rows in former.state_dict().items()}
-    planner.load_state_dict(state)
+    state = former.state_dict()
+    own = {name: [state[name][rank] for rank in kept] for name in ("costs", "reach", "most") if state[name]}
+    planner.load_state_dict({**state, **own})
     if former.total:
         planner.expect(former.total)
         planner.infers_total = former.infers_total

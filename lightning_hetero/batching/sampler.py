@@ -15,6 +15,7 @@ from torch.utils.data import BatchSampler, Dataset, DistributedSampler, RandomSa
 from typing_extensions import override
 
 from lightning_hetero.batching.planner import Plan
+from lightning_hetero.batching.sample_costs import SampleCosts
 from lightning_hetero.errors import DataError
 
 
@@ -284,11 +285,13 @@ class Drawn(NamedTuple):
         samples: this rank's samples; 0 if its batch is a padding batch.
         total: samples of all ranks of its replica.
         parts: of each rank of its replica, its samples; empty if only the total is known.
+        cost: of the samples that this rank processes, where a mean one costs 1; 0: nobody has said what they cost.
     """
 
     samples: float
     total: float
     parts: Mapping[int, float] = {}
+    cost: float = 0.0
 
     def for_survivors(self, kept: Sequence[int], replica: Sequence[int]) -> "Drawn":
         """The draw as it counts once only some ranks are left, and perhaps other ranks make a replica.
@@ -300,7 +303,7 @@ class Drawn(NamedTuple):
         if not self.parts:
             return self
         parts = {new: self.parts[kept[new]] for new in replica if kept[new] in self.parts}
-        return Drawn(self.samples, sum(parts.values()), parts)
+        return self._replace(total=sum(parts.values()), parts=parts)
 
 
 class Position(NamedTuple):
@@ -323,7 +326,7 @@ class RankSlot(NamedTuple):
     Attributes:
         rank: its number when batches are cut.
         replica: the ranks that average gradients with it, by the same numbers.
-        shares: for (sampler, step, index of the batch in the epoch, its size): the share of every rank.
+        cut: see :class:`ShareSampler`.
         start: the first step for which the slot holds.
         kept: of each rank that remains, its number when batches are cut; ``None``: all remain.
         now: the replica by the numbers that remain, where ``kept`` is given.
@@ -331,14 +334,14 @@ class RankSlot(NamedTuple):
 
     rank: int
     replica: tuple[int, ...]
-    shares: Callable[["ShareSampler", int, int, int], Sequence[int]]
+    cut: "Cut"
     start: int = 0
     kept: tuple[int, ...] | None = None
     now: tuple[int, ...] = ()
 
     def draw(self, sampler: "ShareSampler", batch: list[int], in_epoch: int) -> tuple[Drawn, list[int]]:
         """This rank's part of a global batch."""
-        shares = self.shares(sampler, sampler.next_step, in_epoch, len(batch))
+        batch, shares = self.cut(sampler, sampler.next_step, in_epoch, batch)
         own = batch_slice(batch, shares, self.rank)
         drawn = Drawn(len(own), sum(shares[rank] for rank in self.replica), {r: shares[r] for r in self.replica})
         return drawn if self.kept is None else drawn.for_survivors(self.kept, self.now), own
@@ -360,7 +363,9 @@ class ShareSampler:
         rank: this rank.
         replica: the ranks that average gradients with this one, itself among them.
         position: where training stands; asked whenever an epoch begins.
-        shares: for (step, index of the batch in the epoch, its size): the share of every rank.
+        cut: for (sampler, step, index of the batch in the epoch, batch): its samples in the order of the ranks that
+            take them, and how many each takes.
+        costs: of the samples; ``None``: nobody says what they cost.
 
     Attributes:
         slots: this rank's slot now, and before it those for steps that other ranks have drawn before they were
@@ -373,10 +378,11 @@ class ShareSampler:
         rank: int,
         replica: Sequence[int],
         position: Callable[[], Position],
-        shares: Callable[["ShareSampler", int, int, int], Sequence[int]],
+        cut: "Cut",
+        costs: SampleCosts | None = None,
     ) -> None:
-        self.batches, self.slots = batches, [RankSlot(rank, tuple(replica), shares)]
-        self._position = position
+        self.batches, self.slots = batches, [RankSlot(rank, tuple(replica), cut)]
+        self._position, self.costs = position, costs
         self.sampler = batches.sampler  # where Lightning looks for `set_epoch`
         self.drawn: deque[Drawn] = deque()  # drawn but not yet trained on, in order
         self.begun: Position | None = None  # where the running epoch began, or was resumed
@@ -407,6 +413,9 @@ class ShareSampler:
             self.before_draw(self.next_step)  # in which others may be regrouped
             drawn, own = self._slot().draw(self, batch, self.next_step - origin)
             self.next_step, self._left = self.next_step + 1, self._left - 1
+            if self.costs is not None:
+                own = own or (self.costs.cheapest_first(batch) * self.padding)[: self.padding]
+                drawn = drawn._replace(cost=self.costs.together(own))
             self.drawn.append(drawn)
             yield own or (batch * self.padding)[: self.padding]
 
@@ -440,6 +449,10 @@ class ShareSampler:
     def take(self) -> Drawn:
         """The draw of the batch that is about to be trained on."""
         return self.drawn.popleft()
+
+
+#: Cuts a batch; see :class:`ShareSampler`.
+Cut = Callable[[ShareSampler, int, int, list[int]], tuple[list[int], Sequence[int]]]
 
 
 class EvaluationSampler:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Protocol
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
 from lightning_hetero.batching.planner import Plan
+from lightning_hetero.batching.sample_costs import StreamCosts
 from lightning_hetero.batching.sampler import Drawn, Position, batch_slice
 from lightning_hetero.errors import DataError
 
@@ -415,7 +416,8 @@ class SharedStream(IterableDataset):
 
             * ``__len__``: samples of an epoch; the Trainer then knows how many steps there are;
             * ``set_epoch(epoch)``: called before each epoch is read, for instance to shuffle again;
-            * ``iter_from(index)``: an iterator that begins at a sample, so that those before it need not be read.
+            * ``iter_from(index)``: an iterator that begins at a sample, so that those before it need not be read;
+            * ``sample_cost(sample)``: what a sample costs; each global batch is then dealt by cost.
 
     Example::
 
@@ -504,10 +506,14 @@ class StreamReader(Dataset):
         rank: this rank.
         replica: the ranks that average gradients with this one, itself among them.
         padding: samples of a padding batch.
+        costs: of the samples, if they are known.
     """
 
-    def __init__(self, stream: Iterable[Any], rank: int, replica: Sequence[int], padding: int) -> None:
+    def __init__(
+        self, stream: Iterable[Any], rank: int, replica: Sequence[int], padding: int, costs: StreamCosts | None = None
+    ) -> None:
         self.stream, self._rank, self._replica, self._padding = stream, rank, replica, padding
+        self._costs = costs
         self._epoch, self._next = -1, 0  # the sample that comes next
         self._samples: Iterator[Any] = iter(())
 
@@ -516,10 +522,18 @@ class StreamReader(Dataset):
         self._seek(request.epoch, request.first)
         batch = list(islice(self._samples, request.size))
         self._next += len(batch)
-        shares = request.plan.split([len(batch)])[0]
-        own = batch_slice(batch, shares, self._rank)
+        everyone = list(range(len(batch)))
+        if self._costs is None or request.plan.by_samples or not batch:
+            costs, order, shares = None, everyone, request.plan.split([len(batch)])[0]
+        else:
+            costs = self._costs.of(batch, request.first)
+            order, shares = costs.deal(request.plan, everyone)
+        own = batch_slice(order, shares, self._rank)
         drawn = Drawn(len(own), sum(shares[rank] for rank in self._replica))
-        return own or (batch * self._padding)[: self._padding], drawn
+        if costs is not None:
+            own = own or (costs.cheapest_first(everyone) * self._padding)[: self._padding]
+            drawn = drawn._replace(cost=costs.together(own))
+        return [batch[i] for i in own or (everyone * self._padding)[: self._padding]], drawn
 
     def _seek(self, epoch: int, first: int) -> None:
         """Go to a sample of an epoch."""
@@ -550,6 +564,7 @@ class SharedStreamLoader:
         rank: this rank.
         replica: the ranks that average gradients with this one.
         padding: samples of a padding batch.
+        costs: of the samples, if they are known.
 
     Attributes:
         like: the user's loader.
@@ -557,7 +572,13 @@ class SharedStreamLoader:
     """
 
     def __init__(
-        self, loader: DataLoader, requests: BatchRequests, rank: int, replica: Sequence[int], padding: int
+        self,
+        loader: DataLoader,
+        requests: BatchRequests,
+        rank: int,
+        replica: Sequence[int],
+        padding: int,
+        costs: StreamCosts | None = None,
     ) -> None:
         self.stream, self.batch_sampler, self.like = loader.dataset, requests, loader
         self.drawn: deque[Drawn] = deque()
@@ -565,7 +586,7 @@ class SharedStreamLoader:
         same = ("num_workers", "pin_memory", "timeout", "worker_init_fn", "generator", "prefetch_factor")
         more = ("multiprocessing_context", "persistent_workers")
         self.loader = DataLoader(
-            StreamReader(self.stream.dataset, rank, replica, padding),  # type: ignore[attr-defined]
+            StreamReader(self.stream.dataset, rank, replica, padding, costs),  # type: ignore[attr-defined]
             batch_sampler=requests,  # type: ignore[arg-type]
             collate_fn=partial(collate_part, loader.collate_fn),
             **{name: getattr(loader, name) for name in (*same, *more)},

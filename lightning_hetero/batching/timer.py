@@ -107,9 +107,10 @@ class StepTiming(NamedTuple):
         began: when the step began, by the timer's clock.
         padding: whether the samples are only padding, because the rank had none of the batch.
         compiled: whether ``torch.compile`` was at work in the step, which says nothing of the steps to come.
+        cost: of these samples, where a mean one costs 1; 0: nobody has said what they cost.
     """
 
-    samples: int
+    samples: float
     work: float
     wait: float
     data: float
@@ -117,6 +118,7 @@ class StepTiming(NamedTuple):
     began: float
     padding: bool = False
     compiled: bool = False
+    cost: float = 0.0
 
 
 class Activity(Enum):
@@ -220,12 +222,13 @@ class StepTimer:
             self._after_backward = False
             self._turn_to(Activity.WORK)
 
-    def end_step(self, samples: int, padding: bool = False) -> list[StepTiming]:
+    def end_step(self, samples: int, padding: bool = False, cost: float = 0.0) -> list[StepTiming]:
         """End a step of ``samples`` samples here and begin the next.
 
         Args:
             samples: that the rank processed.
             padding: whether they count for nothing.
+            cost: of these samples; 0 if nobody has said.
 
         Returns:
             The timings known by now, oldest first.
@@ -233,7 +236,7 @@ class StepTimer:
         self._turn_to(Activity.WORK)
         before, self._graphs = self._graphs, compiled_graphs()
         compiled = self._graphs > before
-        timing = StepTiming(samples, 0.0, 0.0, self._data, 0.0, self._began, padding, compiled)
+        timing = StepTiming(samples, 0.0, 0.0, self._data, 0.0, self._began, padding, compiled, cost)
         self._pending.append((timing, self._spans))
         self._begin(self._spans[-1])
         known = []

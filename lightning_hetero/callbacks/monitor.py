@@ -12,6 +12,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
 from lightning_hetero.callbacks.monitor_data import (
+    DealtByCost,
     ExchangeRecord,
     FitRecord,
     MembershipHistory,
@@ -190,7 +191,10 @@ class HeteroMonitor(Callback):
             return None
         members, losses = strategy.job.view, watch.attendance.since(strategy.recovery.losses)
         found = steps.stretches, steps.beginning, steps.end, steps.background, list(self.exchanges)
-        return RankRecord(members.ids[members.rank], *found, strategy.accounting.fitted, tuple(losses))
+        accounting = strategy.accounting
+        return RankRecord(
+            members.ids[members.rank], *found, accounting.fitted, tuple(losses), DealtByCost.of(accounting)
+        )
 
     def _write(
         self,

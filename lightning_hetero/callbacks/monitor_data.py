@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
+from lightning_hetero.batching.accounting import BatchAccounting
 from lightning_hetero.batching.shares import Cost, Curve, TooSlow
 from lightning_hetero.batching.timer import StepTiming
 from lightning_hetero.comm.view import View as Members
@@ -194,6 +195,26 @@ class StepHistory:
         return [*self._early, *self._late]
 
 
+class DealtByCost(NamedTuple):
+    """Fit of a rank's times to costs of samples, and to numbers of samples.
+
+    Attributes:
+        off_by_cost: how far its times are from what costs explain, as a fraction.
+        off_by_samples: how far they are from what numbers of samples explain.
+        left: whether batches were split by samples in the end, since costs explain less.
+    """
+
+    off_by_cost: float
+    off_by_samples: float
+    left: bool
+
+    @classmethod
+    def of(cls, accounting: BatchAccounting) -> "DealtByCost | None":
+        """The fit that a rank's accounting knows; ``None``: none."""
+        off = accounting.by_cost.off()
+        return cls(*off, accounting.planner.plans[-1].by_samples) if any(off) else None
+
+
 class RankRecord(NamedTuple):
     """Measurements of one rank in a fit; gathered on the rank that writes the report.
 
@@ -206,6 +227,7 @@ class RankRecord(NamedTuple):
         exchanges: between replicas, as it has seen them.
         cost: its fitted seconds per step and per sample at the end; None if there were too few steps for a fit.
         losses: of other ranks, as it has seen them; times in seconds since the start.
+        by_cost: how well costs of samples explain its times, where they are known.
     """
 
     rank: int
@@ -216,6 +238,7 @@ class RankRecord(NamedTuple):
     exchanges: list[ExchangeRecord]
     cost: Cost | Curve | None = None
     losses: tuple[MembershipChange, ...] = ()
+    by_cost: DealtByCost | None = None
 
     @property
     def latest(self) -> ExchangeRecord:

@@ -202,7 +202,20 @@ def verdict_of(fit: FitRecord) -> Verdict:
     """The verdict on the second half of the steps, when shares have settled; first it says who was lost, and joined."""
     missing = fit.living - len(fit.views)
     verdict = judge(totals(fit), fit.lockstep, fit.automatic, missing=missing, slow=fit.slow)
-    return verdict._replace(sentences=(*map(_told, fit.changes), *verdict.sentences))
+    return verdict._replace(sentences=(*map(_told, fit.changes), *verdict.sentences, *_of_costs(fit)))
+
+
+def _of_costs(fit: FitRecord) -> tuple[str, ...]:
+    """A sentence on how well costs of samples explain times, where they are known."""
+    known = [view.by_cost for view in fit.views if view.by_cost is not None]
+    if not known:
+        return ()
+    by_cost, by_samples = (max(column) for column in zip(*(one[:2] for one in known), strict=True))
+    dealt = "split by samples in the end" if known[0].left else "dealt by cost"
+    return (
+        f"Step times are within {by_cost:.0%} of what the cost of a rank's samples explains, and within "
+        f"{by_samples:.0%} of what their number explains. Batches were {dealt}.",
+    )
 
 
 def judge(

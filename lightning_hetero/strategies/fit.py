@@ -13,8 +13,10 @@ from lightning_hetero.algorithms.engine import Engine
 from lightning_hetero.batching.accounting import BatchAccounting
 from lightning_hetero.batching.nonfinite import NonFiniteGuard
 from lightning_hetero.batching.planner import Repartition, plan_for_survivors
+from lightning_hetero.batching.sample_costs import SampleCosts, StreamCosts, sample_costs_of, stream_costs_of
 from lightning_hetero.batching.sampler import Position
 from lightning_hetero.batching.stream_peers import StreamPeers
+from lightning_hetero.batching.streams import SharedStream
 from lightning_hetero.batching.timer import StepTimer
 from lightning_hetero.batching.weights import samples_in
 from lightning_hetero.comm.agreement import AsyncAllGather
@@ -121,6 +123,14 @@ class Fit:
                 return 1.0  # the user's own weights count
             return samples_in(batch)
 
+        def costs_of(dataset: Any) -> SampleCosts | StreamCosts | None:
+            if dataset is None:
+                options.refuse_costs()
+                return None
+            if isinstance(dataset, SharedStream):
+                return stream_costs_of(dataset.dataset, options.sample_cost, options.cost)
+            return sample_costs_of(dataset, trainer().lightning_module, options.sample_cost, options.cost)
+
         streams = count()
 
         def stream_peers(length: int | None) -> StreamPeers:
@@ -142,6 +152,7 @@ class Fit:
             options.global_batch_size,
             options.sizes,
             options.balance_iterable,
+            costs_of,
         )
         ranks, small = job.data_parallel_ranks(size), partial(job.small_group, size)
         gathering, several = AsyncAllGather(job.report_group(), size), view.count > 1

@@ -10,12 +10,13 @@ from weakref import WeakKeyDictionary, WeakSet
 from lightning.fabric.utilities.data import has_iterable_dataset, sized_len
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
 from lightning_hetero.batching.global_batch import GlobalBatchSizes
 from lightning_hetero.batching.planner import Plan, Planner, Repartition
+from lightning_hetero.batching.sample_costs import SampleCosts, StreamCosts
 from lightning_hetero.batching.sampler import (
     AgreedOrder,
     Drawn,
@@ -206,6 +207,8 @@ class Loaders:
         global_batch_size: samples in a step of all ranks; default: the loader's ``batch_size`` times the ranks.
         sized_by_user: whether the user has given shares, a batch size or limits.
         balance_iterable: whether measured shares may move where ranks have data of their own.
+        costs_of: what the samples of a map-style dataset or of a ``SharedStream`` cost, if that is known; given
+            ``None`` for other data, it sees that no costs were asked for.
     """
 
     def __init__(
@@ -220,7 +223,9 @@ class Loaders:
         global_batch_size: int | None,
         sized_by_user: bool,
         balance_iterable: bool,
+        costs_of: Callable[[Any], SampleCosts | StreamCosts | None] = lambda dataset: None,
     ) -> None:
+        self._costs_of = costs_of
         self.rank, self.replica, self.planner = rank, replica, planner
         self._begin, self._broadcast, self._peers, self._size_of = begin, broadcast, peers, size_of
         self._global_batch_size = global_batch_size
@@ -259,7 +264,7 @@ class Loaders:
             evaluated.repartition(self.rank, planner.world, self.evaluation_plan, lambda: planner.limits_measured)
         for source in self.sources():
             assert isinstance(source, ShareSampler)  # others are refused where lost ranks are survived
-            slot = RankSlot(self.rank, tuple(self.replica), self._shares, repartition.start)
+            slot = RankSlot(self.rank, tuple(self.replica), self._cut, repartition.start)
             source.repartition(slot, repartition.former_ranks, self._begin_pass)
             source.before_draw = planner.ready
             if isinstance(order := source.sampler, AgreedOrder):
@@ -288,21 +293,32 @@ class Loaders:
         """Make a training loader yield this rank's share (collective)."""
         problem: HeteroError | None = None
         kind: Kind = "stream"
+        costs: SampleCosts | StreamCosts | None = None
         try:
             kind = kind_of(loader, sharded_by_user, self._sized_by_user, self._balance_iterable)
+            costs = self._costs_of(loader.dataset if kind in ("map", "shared stream") else None)  # type: ignore[attr-defined]
         except HeteroError as error:
             problem = error
         raise_on_all(problem, "the training dataloader")
-        check_equal("the training dataloader", {"kind": kind, **self._described(loader, kind)})
+        told = costs and f"{costs.source}{costs.digest and f', digest {costs.digest}'}"
+        described = {"kind": kind, "costs of samples": told, **self._described(loader, kind)}
+        check_equal("the training dataloader", described)
         self.planner.hold(kind not in ("map", "shared stream") and not self._balance_iterable)
+        if costs is not None:
+            how = "padded to the longest of a part" if costs.padded else "added up"
+            rank_zero_info(f"Batches are dealt by what samples cost: {costs.source}, {how}.")
         if kind == "map":
+            assert not isinstance(costs, StreamCosts)
             batches = self._batches(loader, evaluation=False)
             check_enough(samples_in_order(batches), self.planner.world, "training")
             self.planner.expect(None if isinstance(batches, GroupedBatches) else self._batch_size(loader))
-            sampler = ShareSampler(batches, self.rank, self.replica, self._begin_pass, self._shares)
+            sampler = ShareSampler(batches, self.rank, self.replica, self._begin_pass, self._cut, costs)
             sampler.padding, sampler.before_draw = self.planner.least, self.planner.ready
             return with_batch_sampler(loader, sampler)
-        return self._shared(loader) if kind == "shared stream" else self._stream(loader, kind)
+        if kind == "shared stream":
+            assert not isinstance(costs, SampleCosts)
+            return self._shared(loader, costs)
+        return self._stream(loader, kind)
 
     def evaluation(self, loader: DataLoader, name: str) -> object:
         """Make an evaluation loader yield every sample once, on one rank (collective)."""
@@ -334,7 +350,8 @@ class Loaders:
         """The draw for the batch that is about to be trained on: samples of all loaders together."""
         parts = [source.take() for source in self.sources() if source.drawn]
         each = {rank: sum(part.parts.get(rank, 0) for part in parts) for part in parts for rank in part.parts}
-        return Drawn(sum(part.samples for part in parts), sum(part.total for part in parts), each)
+        samples, total, cost = (sum(getattr(part, name) for part in parts) for name in ("samples", "total", "cost"))
+        return Drawn(samples, total, each, cost)
 
     def ended(self) -> bool:
         """Whether this rank's replica has come to the end of its own data, so that padding batches follow."""
@@ -382,12 +399,12 @@ class Loaders:
         size = int(loader.batch_size or getattr(loader.batch_sampler, "batch_size", None) or 1)
         return self.sizes.evaluated(size) if evaluation else self.sizes.trained(size)
 
-    def _shared(self, loader: Any) -> SharedStreamLoader:
+    def _shared(self, loader: Any, costs: StreamCosts | None) -> SharedStreamLoader:
         total = self._batch_size(loader)
         self.planner.expect(total)
         requests = BatchRequests(total, self.planner.ready, self._begin_pass)
         add_worker_init_fn(loader, self.rank)
-        return SharedStreamLoader(loader, requests, self.rank, self.replica, self.planner.least)
+        return SharedStreamLoader(loader, requests, self.rank, self.replica, self.planner.least, costs)
 
     def _stream(self, loader: Any, kind: str) -> Stream:
         usual = None  # samples in a batch, if the loaders of all ranks are made for the same number
@@ -431,14 +448,18 @@ class Loaders:
             loader, name, lengths, lambda value: gather(value, f"how far ranks are with {name} data"), not may_be_empty
         )
 
-    def _shares(self, sampler: ShareSampler, step: int, in_epoch: int, size: int) -> Sequence[int]:
-        """Shares of one loader's batch, in proportion to those of the loaders that it is combined with."""
+    def _cut(
+        self, sampler: ShareSampler, step: int, in_epoch: int, batch: list[int]
+    ) -> tuple[list[int], Sequence[int]]:
+        """Cut one loader's batch by cost, or by samples, in proportion to those of loaders that it is combined with."""
         plan, turn, combined = self.planner.at(step), self.planner.turn(step), self.combined()
         sources = self.sources()
         if combined is None or len(sources) <= 1:
-            return plan.split([size], turn)[0]
+            if sampler.costs is not None and not plan.by_samples:
+                return sampler.costs.deal(plan, batch)
+            return batch, plan.split([len(batch)], turn)[0]
         shares = plan.split([self._size_at(source, in_epoch, mode_of(combined)) for source in sources], turn)
-        return shares[next(i for i, source in enumerate(sources) if source is sampler)]
+        return batch, shares[next(i for i, source in enumerate(sources) if source is sampler)]
 
     def _begin_pass(self) -> Position:
         sources, combined = self.sources(), self.combined()
@@ -448,7 +469,16 @@ class Loaders:
                     "a SharedStream cannot be one of several training loaders: all parts of a batch must have equal "
                     "proportions on every rank. Combine the streams into one before the DataLoader."
                 )
-            length = max(len(source) for source in sources if isinstance(source, ShareSampler))
+            samplers = [source for source in sources if isinstance(source, ShareSampler)]
+            if any(source.costs is not None for source in samplers):
+                rank_zero_warn(
+                    "Several training loaders: their parts of a batch must have equal proportions on every rank, so "
+                    "batches are split by samples, whatever these cost. Combine the datasets before the DataLoader to "
+                    "deal by cost, or set cost='samples'."
+                )
+                for source in samplers:
+                    source.costs = None
+            length = max(map(len, samplers))
             steps = [[self._size_at(source, i, mode_of(combined)) for source in sources] for i in range(length)]
             self.planner.expect(sum(steps[0]))
             for step, sizes in enumerate(steps):

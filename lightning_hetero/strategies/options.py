@@ -3,8 +3,8 @@
 import inspect
 import os
 import re
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, fields
 from datetime import timedelta
 from difflib import get_close_matches
 from inspect import signature
@@ -16,9 +16,10 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_hetero.argument_checks import at_least_one, is_number, one_of, plain
 from lightning_hetero.batching.nonfinite import OnNaN
 from lightning_hetero.batching.planner import Planner
+from lightning_hetero.batching.sample_costs import Rule
 from lightning_hetero.comm.all_reduce import Between
 from lightning_hetero.comm.groups import Within
-from lightning_hetero.errors import ConfigurationError
+from lightning_hetero.errors import ConfigurationError, UnsupportedError
 
 
 def documented(text: str | None, options: Iterable[str], explained_by: Sequence[type]) -> str:
@@ -93,6 +94,13 @@ class Options:
         balance_iterable: with ``balance="auto"``, move shares over iterable datasets without a length, too. A fast rank
             then takes more of its own shard in each step and comes to its end earlier, so give it a larger shard, or
             make all of them endless. Default: even shares, and as many steps per epoch as with ``ddp``.
+        cost: how the cost of a rank's part follows from what its samples cost, which the dataset, the module or
+            ``sample_cost`` says: ``"additive"``, the sum, as of tokens in packed batches, or of graphs; ``"padded"``,
+            the number of samples times the longest, as where a part is padded. ``"samples"``: all samples cost the
+            same, whoever says what.
+        sample_cost: what each sample costs: a function of its index, or one number for each; for a ``SharedStream`` a
+            function of the sample. It is asked where neither the dataset (``sample_costs``, ``sample_cost(index)``,
+            ``lengths``) nor the module (``sample_cost(index)``) tells. Default: samples are counted.
         rebalance_every_n_steps: how often (in batches) the ranks exchange their measured speeds.
         on_nan: what to do about a loss or gradient that is not finite on some rank, before the optimizer steps:
             ``"error"`` raises on every rank and names it; ``"skip"`` leaves the samples of a rank with such a loss out
@@ -140,6 +148,8 @@ class Options:
     max_batch_size: Literal["auto"] | int | list[int] | None = None
     max_batch_memory: int | str | list[int | str | None] | None = None
     balance_iterable: bool = False
+    cost: Rule = "additive"
+    sample_cost: Callable[[Any], float] | list[float] | None = None
     rebalance_every_n_steps: int = 4
     on_nan: OnNaN = "error"
     ranks_per_node: int | list[int] | None = None
@@ -192,6 +202,15 @@ class Options:
             value = getattr(self, name)
             if value is not None:
                 at_least_one(name, value)
+        one_of("cost", self.cost, get_args(Rule))
+        if self.sample_cost is not None and not (callable(self.sample_cost) or isinstance(self.sample_cost, list)):
+            raise ConfigurationError(
+                f"sample_cost={self.sample_cost!r}: give a function of a sample's index, or a number for each sample."
+            )
+        if self.sample_cost is not None and self.cost == "samples":
+            raise ConfigurationError(
+                "cost='samples' counts samples, but sample_cost says what they cost. Remove one of the two."
+            )
         one_of("balance_iterable", self.balance_iterable, (True, False))
         if self.balance_iterable and self.balance != "auto":
             raise ConfigurationError(
@@ -296,9 +315,22 @@ class Options:
 
     def agreed(self) -> dict[str, Any]:
         """The options that must be the same on every rank, by name."""
-        values = asdict(self) | {"timeout": self.limit}
+        values = {field.name: getattr(self, field.name) for field in fields(self)} | {"timeout": self.limit}
         del values["start_method"], values["join_file"]  # each machine may start its ranks, and see files, in its way
+        del values["sample_cost"]  # functions cannot be compared; what they say is, once there are data
         return values
+
+    def refuse_costs(self) -> None:
+        """See that nobody asks for a deal by cost, of data whose samples have no index.
+
+        Raises:
+            UnsupportedError: the options do.
+        """
+        if self.sample_cost is not None or self.cost == "padded":
+            raise UnsupportedError(
+                "cost='padded' and sample_cost are for batches that all ranks share: of a map-style dataset, or of a "
+                "SharedStream. Here each rank has data of its own. Remove the options, or give such a dataset."
+            )
 
     @property
     def tensor_parallel(self) -> int:

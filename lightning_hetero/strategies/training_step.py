@@ -115,7 +115,7 @@ class TrainingStep:
     @contextmanager
     def forward(self, trainer: "pl.Trainer", batch: Any) -> Iterator[None]:
         """Run the module's training step in this block; what it logs counts by this rank's samples."""
-        module, (samples, total, _) = trainer.lightning_module, self._accounting.current()
+        module, (samples, total, *_) = trainer.lightning_module, self._accounting.current()
         self._samples += total
         if callable(measure := getattr(module, "batch_weight", None)):
             self._accounting.weigh(measure, batch)

@@ -10,6 +10,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from lightning_hetero.batching.accounting import BatchAccounting
 from lightning_hetero.batching.planner import Planner
+from lightning_hetero.batching.sample_costs import sample_costs_of
 from lightning_hetero.batching.sampler import Position
 from lightning_hetero.batching.timer import StepTimer
 from lightning_hetero.strategies import loaders as loaders_module
@@ -54,8 +55,9 @@ class Numbers:
 class Rank:
     """One rank as the strategy sets it up, with everything real but the wire and the clock."""
 
-    def __init__(self, rank, world, rows, sizes, batch_size, workers, persistent):
+    def __init__(self, rank, world, rows, sizes, batch_size, workers, persistent, costs=None, rule="additive"):
         self.rank, self.epoch, self.clock = rank, 0, Clock()
+        self.size = lambda drawn: max(drawn.samples, 1)  # which its time is proportional to
         self.planner = Planner(world)
         self.accounting = None
         loaders = Loaders(
@@ -69,6 +71,7 @@ class Rank:
             global_batch_size=None,
             sized_by_user=False,
             balance_iterable=False,
+            costs_of=lambda dataset: sample_costs_of(dataset, None, costs, rule),
         )
         timer = StepTimer(torch.device("cpu"), clock=self.clock)
         self.accounting = BatchAccounting(
@@ -107,7 +110,7 @@ class Rank:
         """What happens between the arrival of a batch and the end of the step."""
         self.accounting.begin()
         drawn = self.accounting.drawn
-        self.clock.now += 0.010 + seconds_per_sample * max(drawn.samples, 1)
+        self.clock.now += 0.010 + seconds_per_sample * self.size(drawn)
         self.accounting.end(report=(self.accounting.step + 1) % 4 == 0)
         return [batch.tolist() for batch in batches], drawn
 
@@ -122,9 +125,11 @@ def cluster(monkeypatch):
         monkeypatch.setattr(loaders_module, name, lambda *_: None)
     made = []
 
-    def make(sizes, batch_size, workers, persistent=True):
+    def make(sizes, batch_size, workers, persistent=True, *costs):
         rows = [[] for _ in workers]
-        made.extend(Rank(r, len(workers), rows, sizes, batch_size, w, persistent) for r, w in enumerate(workers))
+        made.extend(
+            Rank(r, len(workers), rows, sizes, batch_size, w, persistent, *costs) for r, w in enumerate(workers)
+        )
         return made
 
     yield make
@@ -179,6 +184,52 @@ def test_every_sample_is_drawn_once_whatever_the_plan_and_however_far_ahead(clus
                 assert own[0] * sum(of_loader[-1]) == own[-1] * sum(of_loader[0])
     assert len({plan.start for plan in ranks[0].planner.plans}) > 1  # or the test would show nothing
     assert ranks[0].planner.plans == ranks[1].planner.plans
+
+
+LENGTHS = [1 + (n * n) % 97 + 300 * (n % 37 == 0) for n in range(2048)]
+
+
+@pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
+@pytest.mark.parametrize(("rule", "workers"), [("additive", [2, 0]), ("padded", [0, 0])])
+def test_batches_are_dealt_by_cost_whatever_the_plan_and_however_far_ahead(cluster, rule, workers):
+    ranks = cluster([2048], 32, workers, True, LENGTHS, rule)
+    for rank in ranks:
+        rank.size = lambda drawn: drawn.cost
+    for epoch, speeds in enumerate([(0.001, 0.004), (0.001, 0.004), (0.004, 0.001)]):
+        steps = run_epoch(ranks, epoch, speeds)
+        assert Counter(n for step in steps for batches, drawn in step for n in batches[0]) == Counter(range(2048))
+        for step in steps:
+            for ([batch], drawn), rank in zip(step, ranks, strict=True):
+                own = rank.combined.flattened[0].batch_sampler.costs.values[batch]
+                assert drawn.cost == pytest.approx(own.sum() if rule == "additive" else len(own) * own.max())
+                assert (drawn.samples, drawn.total) == (len(batch), 64)
+    for rank, speed in zip(ranks, speeds, strict=True):  # in seconds per unit of cost, and its fixed part
+        cost = rank.accounting.cost.cost
+        assert cost.per_sample == pytest.approx(speed, rel=0.1)
+        assert cost.fixed == pytest.approx(0.010 + LOADING, rel=0.3)
+        by_cost, by_samples = rank.accounting.by_cost.off()
+        assert by_cost < 1e-6 < 0.005 < by_samples
+    times = [
+        0.010 + LOADING + k * drawn.cost for step in steps[-8:] for k, (_, drawn) in zip(speeds, step, strict=True)
+    ]
+    if rule == "additive":
+        assert max(times[::2]) < 1.1 * max(times[1::2]) < 1.21 * max(times[::2])
+    assert ranks[0].planner.plans == ranks[1].planner.plans
+    assert not ranks[0].planner.plans[-1].by_samples
+
+
+def test_costs_are_left_where_times_follow_the_samples(cluster):
+    ranks = cluster([4096], 32, [0, 0], True, [1 + 200 * (n % 61 == 0) for n in range(4096)])
+    with pytest.warns(UserWarning, match="explains the times of steps worse than the numbers of samples do") as told:
+        steps = run_epoch(ranks, 0, (0.001, 0.001))
+    start = next(plan.start for plan in ranks[0].planner.plans if plan.by_samples)
+    assert len(told) == 2  # rank_zero_warn takes both ranks of this process for rank 0
+    assert start < 48
+    assert len({drawn.samples for step in steps[:start] for _, drawn in step}) > 5
+    assert {drawn.samples for step in steps[start:] for _, drawn in step} == {32}
+    assert Counter(n for step in steps for batches, _ in step for n in batches[0]) == Counter(range(4096))
+    for rank in ranks:
+        assert rank.accounting.cost.cost.seconds(32) == pytest.approx(0.010 + LOADING + 0.032)
 
 
 def test_loading_counts_in_every_step_also_after_a_report(cluster):

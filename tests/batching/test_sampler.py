@@ -46,13 +46,13 @@ class Rank:
             rank,
             replica or range(planner.world),
             lambda: self.position,
-            self.shares,
+            self.cut,
         )
 
-    def shares(self, sampler, step, in_epoch, size):
+    def cut(self, sampler, step, in_epoch, batch):
         assert sampler is self.sampler
-        self.asked.append((step, in_epoch, size))
-        return self.planner.at(step).split([size])[0]
+        self.asked.append((step, in_epoch, len(batch)))
+        return batch, self.planner.at(step).split([len(batch)])[0]
 
     def go_to(self, epoch, batch=0, step=None):
         self.position = Position(epoch, batch, epoch * len(self.sampler) + batch if step is None else step)

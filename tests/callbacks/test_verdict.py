@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from lightning_hetero.batching.shares import Cost, Curve
-from lightning_hetero.callbacks.monitor_data import ExchangeRecord, FitRecord, RankRecord, StepSpan
+from lightning_hetero.callbacks.monitor_data import DealtByCost, ExchangeRecord, FitRecord, RankRecord, StepSpan
 from lightning_hetero.callbacks.verdict import RankTotals, judge, totals, verdict_of
 
 PROPORTIONAL = Cost(0.0, 0.01)
@@ -221,6 +221,18 @@ def test_samples_per_second_are_in_wall_time(count: int) -> None:
         advice = " ".join(verdict.advice)
         assert "Ranks wait for slower ones at the ends of epochs (56% of all ranks' time): set balance='auto'" in advice
         assert "validate or save less often" not in advice
+
+
+@pytest.mark.parametrize("left", [False, True])
+def test_it_says_how_well_costs_explain_times(left: bool) -> None:
+    fit = epochs(2, FREE)
+    known = [view._replace(by_cost=DealtByCost(0.03 * i, 0.1 * i, left)) for i, view in enumerate(fit.views[:3])]
+    *rest, last = verdict_of(fit._replace(views=[*known, fit.views[3]])).sentences
+    assert last == (
+        "Step times are within 6% of what the cost of a rank's samples explains, and within 20% of what their number "
+        f"explains. Batches were {'split by samples in the end' if left else 'dealt by cost'}."
+    )
+    assert tuple(rest) == verdict_of(fit).sentences
 
 
 def test_what_all_spend_between_steps_is_named() -> None:

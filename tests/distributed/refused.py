@@ -10,13 +10,34 @@ import torch
 import torch.distributed as dist
 from tasks import GanLike, Net, TokenNet, dataset, rank
 from torch import nn
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Subset
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Subset
 
 from lightning_hetero import Averager, SharedStream, StepContext, strategy_for
 from lightning_hetero.algorithms.easgd_async import AsyncElasticAverager
 from lightning_hetero.strategies.replica import ReplicaStrategy, with_options_of
 
 HEAVY = partial(torch.optim.SGD, lr=0.01, momentum=0.9)
+
+
+# -- data ----------------------------------------------------------------------------------------------------
+
+
+class Costly(Dataset):
+    """96 samples that cost something."""
+
+    def __init__(self, **costs: Any) -> None:
+        self.data = dataset(96)
+        vars(self).update(costs)
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.data[index]
+
+
+def by_rank() -> Costly:
+    return Costly(sample_cost=lambda index: 1 + index * (rank() + 1))
 
 
 # -- models --------------------------------------------------------------------------------------------------

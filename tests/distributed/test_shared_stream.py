@@ -44,6 +44,17 @@ class Sized(Plain):
         return len(self.data)
 
 
+class Costly(Plain):
+    """Says what a sample costs: of few samples very much."""
+
+    def sample_cost(self, sample: Any) -> int:
+        return cost(int(sample[3]))
+
+
+def cost(index: int) -> int:
+    return 1 + 7 * index % 29 + 90 * (index % 11 == 0)
+
+
 def orders(epochs: int) -> list[list[int]]:
     """The global batches of all epochs."""
     data, batches = Plain(), []
@@ -98,6 +109,36 @@ def _resumed(folder: Any) -> list[tuple[dict[str, Any], dict[str, Any]]]:
 def test_a_run_goes_on_with_the_next_batch_or_epoch(tmp_path: Any) -> None:
     for results in run(_resumed, 2, tmp_path):
         for case, (whole, rest) in zip(RESUMED, results, strict=True):
+            assert rest["seen"] == whole["seen"][case[-1] :], case
+            assert torch.equal(rest["parameters"], whole["parameters"]), case
+
+
+#: How a stream is dealt by cost, by how many workers it is read, after which step a run is resumed.
+DEALT = [(rule, workers, steps) for rule in ("additive", "padded") for workers, steps in ((0, 10), (2, 3))]
+
+
+def _dealt(folder: Any) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    found = []
+    for rule, workers, steps in DEALT:
+        path, options = f"{folder}/{rule}-{workers}.ckpt", {"cost": rule, "balance": "off"}
+        whole = _fit(HeteroDDPStrategy, options, Costly(), workers, callbacks=[Save(path, steps, False)])
+        found.append((whole, _fit(HeteroDDPStrategy, options, Costly(), workers, path=path)))
+    return found
+
+
+def test_a_stream_is_dealt_by_cost(tmp_path: Any) -> None:
+    truth = one_process(SAMPLES, orders(2), epochs=1)
+    for case, *results in zip(DEALT, *run(_dealt, 2, tmp_path), strict=True):
+        apart = []
+        for step, batch in enumerate(orders(2)):
+            parts = [whole["seen"][step] for whole, _ in results]
+            assert Counter(i for part in parts for i in part) == Counter(batch), case
+            sizes = [sum(map(cost, p)) if case[0] == "additive" else len(p) * max(map(cost, p)) for p in parts]
+            apart.append(max(sizes) / sum(sizes))
+        assert len({len(batch) for batch in results[0][0]["seen"]}) > 2, case
+        assert sum(apart) / len(apart) < 0.65, case
+        for whole, rest in results:
+            assert error(whole["parameters"], truth) <= 1e-10, case
             assert rest["seen"] == whole["seen"][case[-1] :], case
             assert torch.equal(rest["parameters"], whole["parameters"]), case
 
