@@ -129,6 +129,25 @@ def forget_step(module: nn.Module) -> None:
             part.reset_iter_state()
 
 
+def keep_in_shards(module: nn.Module) -> None:
+    """Let a sharded model be in shards again after each forward pass without gradients.
+
+    Else ``fully_shard`` keeps the parameters of the outermost module as a whole until the next backward pass: they
+    would be taken for the rank's own, and the next step would compute with those of the consensus.
+
+    Args:
+        module: the model.
+    """
+    for part in module.modules():
+        if hasattr(part, "reshard") and _reshard not in part._forward_hooks.values():
+            part.register_forward_hook(_reshard)
+
+
+def _reshard(part: Any, inputs: Any, output: Any) -> None:
+    if not torch.is_grad_enabled():
+        part.reshard()
+
+
 class ReduceScatter:
     """Averages gradients into shards, as ``fully_shard`` asks for.
 

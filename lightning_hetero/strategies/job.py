@@ -29,6 +29,7 @@ from lightning_hetero.comm.all_reduce import Between, ReplicaLinks
 from lightning_hetero.comm.collectives import Collectives
 from lightning_hetero.comm.failures import deadline
 from lightning_hetero.comm.job import Job, RendezvousAddress, ViewSuccession, join_world
+from lightning_hetero.comm.retry import collective
 from lightning_hetero.comm.stores import StoreUser
 from lightning_hetero.comm.threads import record_sockets
 from lightning_hetero.comm.topology import Topology, interface_towards, place_of
@@ -38,6 +39,7 @@ from lightning_hetero.launch.environment import RenumberedEnvironment, check_var
 from lightning_hetero.launch.observer import ObservedLauncher
 from lightning_hetero.replicas import optimizer_states
 from lightning_hetero.replicas.sharding import Columns, ReduceScatter, forget_step, is_sharded, wrong_mesh
+from lightning_hetero.replicas.vectors import broadcast_shards
 from lightning_hetero.strategies.default_groups import GroupOverrides, register_hook
 from lightning_hetero.strategies.fit import Fit
 from lightning_hetero.strategies.metrics import MonitoredMetrics
@@ -450,6 +452,13 @@ class JobStrategy(DDPStrategy):
             self.columns = Columns.of(self.module, view.ranks, view.rank)
             rank_zero_info(f"{type(self).__name__}: {self.columns}.")
             self.engine.links = self.make_links(self.job)
+
+    def share_shards(self) -> None:
+        """Give all replicas the first one's values, if the model is sharded (collective)."""
+        view, groups = self.job.view, self.job.groups
+        if is_sharded(self.module) and view.count > 1:
+            columns = self.columns or Columns.of(self.module, view.ranks, view.rank)
+            collective("receive rank 0's values", lambda: broadcast_shards(self.module, columns, groups))
 
     @property
     def reduce_scatter(self) -> ReduceScatter | None:

@@ -452,6 +452,51 @@ def test_each_byte_crosses_once() -> None:
             assert sent == exchanges * 8 * shards  # an all-reduce of two: each sends its vector of float64 once
 
 
+class Scaled(ShardedNet):
+    """The outermost module has parameters of its own, which `fully_shard` keeps as a whole after a forward pass."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.scale = nn.Parameter(torch.linspace(0.5, 1, 8, dtype=torch.float64))
+
+    def forward(self, batch: Any) -> torch.Tensor:
+        x, y, *_ = batch
+        return nn.functional.mse_loss(self.net(x * self.scale), y)
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        return self(batch)  # type: ignore[no-any-return]
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("loss", self.loss(batch), sync_dist=True)
+
+    test_step = validation_step
+
+
+def evaluated(name: str, shards: bool, **options: Any) -> tuple[list[float], list[torch.Tensor]]:
+    """Losses before a fit, in its midst and after it, where ranks evaluate unequal numbers of batches; the weights."""
+    warnings.filterwarnings("ignore", "Replicas ")
+    module = Scaled()
+    module.shards = shards
+    strategy = STRATEGIES[name](balance="off", **options)
+    trainer = pl.Trainer(strategy=strategy, max_epochs=3, val_check_interval=3, **FAST)
+    held_out = DataLoader(dataset(13), batch_size=4)
+    losses = [trainer.validate(module, held_out, verbose=False)[0]["loss"]]
+    trainer.fit(module, DataLoader(dataset(101), batch_size=4), held_out)
+    losses.append(float(trainer.callback_metrics["loss"]))
+    losses.append(trainer.test(module, held_out, verbose=False)[0]["loss"])
+    found = whole(module)
+    dist.barrier()
+    return losses, found
+
+
+@pytest.mark.parametrize("name", ["hetero_ddp", "hetero_diloco"])
+def test_evaluation_is_that_of_a_whole_model_and_changes_nothing(name: str) -> None:
+    options = {**SYNCHRONOUS.get(name, {}), "ranks_per_node": [2, 1]}
+    ours, theirs = (run(evaluated, 3, name, shards, **options) for shards in (True, False))
+    assert ours[0][0] == pytest.approx(theirs[0][0], abs=1e-10)
+    assert distance(ours[0][1], theirs[0][1]) < 1e-10
+
+
 # -- what is refused ---------------------------------------------------------------------------------
 
 
