@@ -1,8 +1,8 @@
 """What each rank holds of a model in two replicas of two ranks, in bytes per parameter: in shards, and whole.
 
 Tensors are counted in training, on the CPU: parameters, gradients, the optimizer's moments, and all others that are
-alive and of more than a few bytes, which are the algorithm's. Gradients count as many bytes as parameters, although they
-are free between steps. Layers that are gathered for a moment, activations and temporary messages come on top.
+alive and of more than a few bytes, which are the algorithm's. Gradients count as many bytes as parameters, although
+they are free between steps. Layers gathered for a moment, activations and temporary messages come on top.
 
     python benchmarks/sharded_memory.py [--width 512]
     python benchmarks/sharded_memory.py --strategies hetero_ddp,hetero_diloco

@@ -16,6 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
+from lightning_hetero.callbacks import ResumableCheckpoint
 from lightning_hetero.errors import CheckpointError, HeteroError, NotFiniteError, UnsupportedError
 from lightning_hetero.strategies.table import ENTRIES
 
@@ -543,6 +544,18 @@ def test_what_cannot_be_is_refused_on_every_rank(case: str) -> None:
     for outcome in attempt(fit, 3, name, kind=kind, timeout=60, **options):
         assert isinstance(outcome.error, HeteroError), outcome.trace
         assert message in str(outcome.error)
+
+
+def kept(folder: str) -> None:
+    keeps = [ResumableCheckpoint(folder, every_n_steps=4)]
+    trainer = pl.Trainer(strategy="hetero_ddp", callbacks=keeps, **{**FAST, "enable_checkpointing": True})
+    trainer.fit(ShardedNet(), DataLoader(dataset(), batch_size=4))
+
+
+def test_resumable_checkpoints_are_refused(tmp_path: Any) -> None:
+    for outcome in attempt(kept, 2, str(tmp_path)):
+        assert isinstance(outcome.error, UnsupportedError), outcome.trace
+        assert "ResumableCheckpoint with a sharded model" in str(outcome.error)
 
 
 def test_a_directory_that_lacks_a_file_is_refused_on_every_rank(tmp_path: Any) -> None:
