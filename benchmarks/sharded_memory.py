@@ -33,11 +33,11 @@ LAYERS, SMALL = 8, 4096  # bytes
 class Wide(pl.LightningModule):
     """Layers that are sharded one by one."""
 
-    def __init__(self, width: int, shards: bool, nesterov: bool) -> None:
+    def __init__(self, width: int, shards: bool, momentum: bool, nesterov: bool) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.net = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(LAYERS)))
-        self.shards, self.nesterov = shards, nesterov
+        self.shards, self.momentum, self.nesterov = shards, momentum, nesterov
 
     def configure_model(self) -> None:
         if self.shards:
@@ -48,8 +48,8 @@ class Wide(pl.LightningModule):
         return self.net(batch[0]).square().mean()
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        if self.nesterov:  # which hetero_eamsgd needs
-            return torch.optim.SGD(self.parameters(), lr=1e-3, momentum=0.9, nesterov=True)
+        if self.momentum:
+            return torch.optim.SGD(self.parameters(), lr=1e-3, momentum=0.9, nesterov=self.nesterov)
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
@@ -96,26 +96,29 @@ class Count(pl.Callback):
 
 def fit(name: str, shards: bool, width: int) -> list[dict[str, int]]:
     """What each rank holds."""
-    options: dict[str, Any] = {"ranks_per_node": 2, **EXTRA.get(name, {})}
+    options: dict[str, Any] = {"ranks_per_node": 2, "within": "gloo", **EXTRA.get(name, {})}
     if name != "hetero_ddp":
         options[PERIODS.get(name, "tau")] = 2
     if name not in ("hetero_ddp", "hetero_node", "hetero_daso"):
         options["replica"] = "node"
     count = Count()
     trainer = jobs.quiet_trainer(strategy=STRATEGIES[name](**options), max_steps=12, callbacks=[count])
-    module = Wide(width, shards, nesterov=name == "hetero_eamsgd")
+    module = Wide(width, shards, name in ("hetero_eamsgd", "hetero_measgd_async"), name == "hetero_eamsgd")
     trainer.fit(module, DataLoader(TensorDataset(torch.randn(48, width)), batch_size=1))
     everyone: list[Any] = [None] * 4
     torch.distributed.all_gather_object(everyone, count.found)
     return everyone
 
 
-def worker(names: str, width: int) -> list[list[list[dict[str, int]]]]:
-    found = []
+def worker(names: str, width: int) -> None:
+    count = LAYERS * width**2
     for name in names.split(","):
-        found.append([fit(name, shards, width) for shards in (True, False)])
+        both = [fit(name, shards, width) for shards in (True, False)]
+        ranks = [max(kind, key=lambda rank: sum(rank.values())) for kind in both]
+        own, whole = ([part / count for part in (*rank.values(), sum(rank.values()))] for rank in ranks)
+        if torch.distributed.get_rank() == 0:
+            print(f"{name:26}" + "".join(f"{part:8.1f}" for part in (*own, *whole[3:])), flush=True)
         gc.collect()
-    return found
 
 
 def main() -> None:
@@ -123,14 +126,9 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=512)
     parser.add_argument("--strategies", default=",".join(name for name in STRATEGIES if name != "hetero_auto"))
     options = parser.parse_args()
-    count = LAYERS * options.width**2
-    results = jobs.launch(4, json.dumps(options.strategies), options.width)
-    print(f"{count:,} parameters in fp32, 2 replicas of 2 ranks; bytes per parameter, of the rank that holds most")
+    print(f"{LAYERS * options.width**2:,} parameters, 2 replicas of 2 ranks; bytes per parameter of the fullest rank")
     print("                          in shards: parameters, gradients, optimizer, others, all;   whole: others, all")
-    for name, both in zip(options.strategies.split(","), results, strict=True):
-        ranks = [max(kind, key=lambda rank: sum(rank.values())) for kind in both]
-        own, whole = ([part / count for part in (*rank.values(), sum(rank.values()))] for rank in ranks)
-        print(f"{name:26}" + "".join(f"{part:8.1f}" for part in (*own, *whole[3:])))
+    jobs.launch(4, json.dumps(options.strategies), options.width)
     print(jobs.machine())
 
 

@@ -356,7 +356,7 @@ def test_sharded_gpt(tmp_path: Path) -> None:
     sent = [float(re.search(r"has sent to other replicas: ([\d.]+) MB in 4 ", text).group(1)) for text in outputs]
     assert sent[2] == pytest.approx(sent[0] + sent[1], abs=0.16)
     first, last = map(float, re.search(r"character: ([\d.]+) before, ([\d.]+) after", output).groups())
-    assert last < first - 1
+    assert last < first - 0.3
     assert f"checkpoint: {tmp_path}/out/step=16.ckpt, a directory of" in output
 
     resumed, _ = train("--steps", "24", "--resume", str(tmp_path / "out" / "step=16.ckpt"))

@@ -88,6 +88,11 @@ def problem(module: nn.Module, mesh: Any, ranks: Sequence[int]) -> HeteroError |
             "them there, over self.device_mesh['data_parallel'], which covers the ranks of the replica; and let all "
             "ranks of a replica have devices of one kind."
         )
+    if (size := mesh["tensor_parallel"].size()) > 1:
+        return UnsupportedError(
+            f"tensor_parallel_size={size} with a sharded model is not supported yet: the ranks that split a layer "
+            "would be given different samples. Leave it out, and shard over self.device_mesh['data_parallel']."
+        )
     plain = [name for name, p in module.named_parameters() if p.requires_grad and not is_dtensor(p)]
     if plain:
         return UnsupportedError(

@@ -532,6 +532,7 @@ REFUSED: dict[str, tuple[str, type[Any], dict[str, Any], str]] = {
     "partly": ("hetero_ddp", Partly, {}, "is not sharded, and other parameters are"),
     "elsewhere": ("hetero_ddp", Later, {}, "but not in `configure_model`"),
     "sizes": ("hetero_ddp", ShardedNet, {"data_parallel_size": 2}, "data_parallel_size=2 times"),
+    "tensors": ("hetero_ddp", ShardedNet, {"tensor_parallel_size": 3}, "tensor_parallel_size=3 with a sharded model"),
     "gossip": ("hetero_gossip", ShardedNet, {"replica": "node", "ranks_per_node": [2, 1]}, "replicas of one size"),
     "wire": ("hetero_node", ShardedNet, {"wire": "int8", "ranks_per_node": [2, 1]}, "a low-bit wire with a sharded"),
     "auto": ("hetero_auto", ShardedNet, {}, "hetero_auto"),
