@@ -336,3 +336,30 @@ def test_stream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loader: str) ->
     assert truth[-1][1] < truth[0][1] - 1
     assert f"stopped after step {STEPS // 2}, in epoch 0" in results[0][1]
     assert (tmp_path / "stream.png").stat().st_size > 10_000
+
+
+@pytest.mark.long
+def test_sharded_gpt(tmp_path: Path) -> None:
+    sizes = {"tau": 4, "save-every": 8, "batch-size": 4, "context": 16, "width": 32, "layers": 2, "lr": 0.01}
+    small = [word for name, size in sizes.items() for word in (f"--{name}", str(size))]
+    arguments = ["--ranks-per-node", "2", "1", "--accelerator", "cpu", *small, "--out", str(tmp_path / "out")]
+
+    def train(*more: str) -> tuple[str, list[str]]:
+        results = run_script(EXAMPLES / "sharded_gpt.py", *arguments, *more, folder=tmp_path, ranks=3)
+        assert [status for status, _ in results] == [0] * 3, results
+        return results[0][1], [output for _, output in results]
+
+    output, outputs = train("--steps", "16")
+    held = [re.search(r"holds ([\d,]+) of ([\d,]+) parameters", text).groups() for text in outputs]
+    numbers = [[int(number.replace(",", "")) for number in pair] for pair in held]
+    assert numbers[0][0] + numbers[1][0] == numbers[2][0] == numbers[0][1]
+    sent = [float(re.search(r"has sent to other replicas: ([\d.]+) MB in 4 ", text).group(1)) for text in outputs]
+    assert sent[2] == pytest.approx(sent[0] + sent[1], abs=0.16)
+    first, last = map(float, re.search(r"character: ([\d.]+) before, ([\d.]+) after", output).groups())
+    assert last < first - 0.3
+    assert f"checkpoint: {tmp_path}/out/step=16.ckpt, a directory of" in output
+
+    resumed, _ = train("--steps", "24", "--resume", str(tmp_path / "out" / "step=16.ckpt"))
+    assert "training starts at step 16" in resumed
+    assert float(re.search(r"character: ([\d.]+) before", resumed).group(1)) == pytest.approx(last, abs=0.02)
+    assert (tmp_path / "out" / "step=24.ckpt" / "meta.pt").exists()

@@ -123,22 +123,32 @@ def _fsdp1(module: nn.Module) -> str | None:
     return next((name or type(part).__name__ for name, part in module.named_modules() if isinstance(part, kind)), None)
 
 
-def frozen_parts(module: nn.Module) -> list[Any]:
-    """The parts of a sharded model with frozen parameters.
-
-    ``fully_shard`` gathers these in a forward pass and, without a backward pass of theirs, leaves them whole: who then
-    unfreezes a parameter would unfreeze a copy, for one step. So let them :meth:`reshard` after each step.
-    """
-    parts: list[Any] = [part for part in module.modules() if hasattr(part, "reshard")]
-    return [part for part in parts if not all(p.requires_grad for p in part.parameters(recurse=True))]
-
-
 def forget_step(module: nn.Module) -> None:
     """Let a sharded model forget a step that has broken within it."""
     parts: list[Any] = [part for part in module.modules() if hasattr(part, "reset_iter_state")]
     for part in parts:
         with suppress(RuntimeError, AttributeError):  # no forward pass begins with it
             part.reset_iter_state()
+
+
+def keep_in_shards(module: nn.Module) -> None:
+    """Let a sharded model be in shards again after each forward pass of a part that no backward pass follows.
+
+    Else ``fully_shard`` keeps the parameters of the outermost module as a whole until its next backward pass: after an
+    evaluation they would be taken for the rank's own, and the next step would compute with those of the consensus; and
+    who unfreezes a parameter would unfreeze a copy, for one step.
+
+    Args:
+        module: the model.
+    """
+    for part in module.modules():
+        if hasattr(part, "reshard") and _reshard not in part._forward_hooks.values():
+            part.register_forward_hook(_reshard)
+
+
+def _reshard(part: Any, inputs: Any, output: Any) -> None:
+    if not torch.is_grad_enabled() or not any(p.requires_grad for p in part.parameters()):
+        part.reshard()
 
 
 class ShardTraffic:

@@ -142,6 +142,7 @@ class HeteroStrategy(JobStrategy):
         tell_while_waiting(trainer)
         self._check_setup(trainer)
         self._materialize()
+        sharding.keep_in_shards(trainer.lightning_module)
         if trainer.state.fn == TrainerFn.FITTING:
             device_exit.begin_fit()
             self._layer_sync = self.collaborators.ready_for_batch_norm(
@@ -155,6 +156,8 @@ class HeteroStrategy(JobStrategy):
             newcomers.share_rest()
         if trainer.state.fn == TrainerFn.FITTING:
             self._check_groups()
+        else:
+            self.share_shards()
         self.monitored = MonitoredMetrics(trainer, self.collectives, self.monitored)
         self.collaborators.loaders.begin(trainer)
 
@@ -302,8 +305,6 @@ class HeteroStrategy(JobStrategy):
         self.engine.step_taken()
         self.recovery.retry(lambda: self.step.batch_ended(self.trainer, window=True))
         self.step.window_ended()
-        for part in self.frozen_parts:
-            part.reshard()
         self._compare_parameters()
         apply(self.recovery.exchange(lambda: self.engine.exchange()), type(self).__name__)
         self.recovery.retry(lambda: self.engine.exchange_completed())

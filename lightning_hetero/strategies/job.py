@@ -29,6 +29,7 @@ from lightning_hetero.comm.all_reduce import Between, ReplicaLinks
 from lightning_hetero.comm.collectives import Collectives
 from lightning_hetero.comm.failures import deadline
 from lightning_hetero.comm.job import Job, RendezvousAddress, ViewSuccession, join_world
+from lightning_hetero.comm.retry import collective
 from lightning_hetero.comm.stores import StoreUser
 from lightning_hetero.comm.threads import record_sockets
 from lightning_hetero.comm.topology import Topology, interface_towards, place_of
@@ -37,7 +38,8 @@ from lightning_hetero.errors import MembershipLostError, UnsupportedError, not_n
 from lightning_hetero.launch.environment import RenumberedEnvironment, check_variables, hostname, local_devices
 from lightning_hetero.launch.observer import ObservedLauncher
 from lightning_hetero.replicas import optimizer_states
-from lightning_hetero.replicas.sharding import Columns, ShardTraffic, forget_step, frozen_parts, is_sharded, wrong_mesh
+from lightning_hetero.replicas.sharding import Columns, ShardTraffic, forget_step, is_sharded, wrong_mesh
+from lightning_hetero.replicas.vectors import broadcast_shards
 from lightning_hetero.strategies.default_groups import GroupOverrides, register_hook
 from lightning_hetero.strategies.fit import Fit
 from lightning_hetero.strategies.metrics import MonitoredMetrics
@@ -86,7 +88,6 @@ class JobStrategy(DDPStrategy):
     #: In a fit: what works through the job's store, by its purpose, in the same order on all ranks.
     store_users: dict[str, StoreUser]
     monitored: MonitoredMetrics | None = None  # of the latest run
-    frozen_parts: Sequence[Any] = ()  # of a sharded model that is trained
     columns: Columns | None = None  # of a sharded model, with which ranks of other replicas this one exchanges
 
     #: Attributes that belong to a job or a fit. A copy of the strategy has yet to join.
@@ -100,7 +101,6 @@ class JobStrategy(DDPStrategy):
         "store_users",
         "monitored",
         "columns",
-        "frozen_parts",
     )
 
     def __getstate__(self) -> dict[str, Any]:
@@ -449,6 +449,13 @@ class JobStrategy(DDPStrategy):
             rank_zero_info(f"{type(self).__name__}: {self.columns}.")
             self.engine.links = self.make_links(self.job)
 
+    def share_shards(self) -> None:
+        """Give all replicas the first one's values, if the model is sharded (collective)."""
+        view, groups = self.job.view, self.job.groups
+        if is_sharded(self.module) and view.count > 1:
+            columns = self.columns or Columns.of(self.module, view.ranks, view.rank)
+            collective("receive rank 0's values", lambda: broadcast_shards(self.module, columns, groups))
+
     @property
     def shard_traffic(self) -> ShardTraffic | None:
         """What moves shards within the replica, if the model is sharded and its replica has several ranks."""
@@ -468,7 +475,6 @@ class JobStrategy(DDPStrategy):
     def configure_ddp(self) -> None:
         """Wrap the model in a DDP over the ranks of this replica (collective over the replica)."""
         model, parts, job = self.model, self.collaborators, self.job
-        self.frozen_parts = frozen_parts(self.module) if is_sharded(model) else ()
         ranks, group = job.view.replica.ranks, parts.data_group()
         if group is None:
             return  # nothing to average with: DDP would only cost time

@@ -39,7 +39,7 @@ from lightning_hetero.errors import ConfigurationError, UnsupportedError
 from lightning_hetero.lightning_compat import WrappingCheckpointIO
 from lightning_hetero.replicas import optimizer_states
 from lightning_hetero.replicas.sharding import is_sharded
-from lightning_hetero.replicas.vectors import broadcast_shards, broadcast_values
+from lightning_hetero.replicas.vectors import broadcast_values
 from lightning_hetero.strategies import saving
 from lightning_hetero.strategies.base import HeteroStrategy
 from lightning_hetero.strategies.metrics import LoggedMetrics
@@ -184,10 +184,10 @@ class ReplicaStrategy(HeteroStrategy):
 
     def _broadcast_values(self) -> None:
         """Give all ranks the first replica's values (collective)."""
-        if (columns := self.columns) is None:
+        if self.columns is None:
             broadcast_values(self.module)
         else:
-            collective("receive rank 0's values", lambda: broadcast_shards(self.module, columns, self.job.groups))
+            self.share_shards()
 
     def begin_apart(self) -> None:
         """Let a new averager serve the replicas, which hold the same values (collective)."""

@@ -33,6 +33,7 @@ from lightning_hetero.comm.collectives import Collectives
 from lightning_hetero.comm.failures import deadline
 from lightning_hetero.errors import UnsupportedError
 from lightning_hetero.lightning_compat import DataFetcherWrapper, evaluated_loader, fetched_batch, results_of
+from lightning_hetero.replicas.sharding import is_dtensor
 from lightning_hetero.replicas.vectors import broadcast_tensors
 from lightning_hetero.strategies.default_groups import CollectiveObserver
 from lightning_hetero.strategies.metrics import count, restore_counting, sync_anywhere, warn_of_losses_over_all
@@ -370,7 +371,7 @@ _IGNORED = "_ddp_params_and_buffers_to_ignore"  # by which a module tells DDP, a
 
 @contextmanager
 def values_shared(module: nn.Module, stage: str | None, device: torch.device) -> Iterator[None]:
-    """Set a strategy up in this block; outside of a fit all ranks then have rank 0's values (collective).
+    """Set a strategy up in this block; outside of a fit all ranks then have rank 0's whole values (collective).
 
     Lightning would share them on the model's device, of which gloo may know nothing. They go through the CPU instead,
     and so do the states of the model's metrics.
@@ -395,7 +396,8 @@ def values_shared(module: nn.Module, stage: str | None, device: torch.device) ->
         else:
             setattr(module, _IGNORED, own)
     values = {**dict(module.named_parameters()), **dict(module.named_buffers())}  # on their device now
-    broadcast_tensors(value.data for name, value in values.items() if name not in (own or ()))
+    whole = {name: value for name, value in values.items() if not is_dtensor(value)}
+    broadcast_tensors(value.data for name, value in whole.items() if name not in (own or ()))
 
 
 class _Fetched:

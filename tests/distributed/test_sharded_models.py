@@ -19,6 +19,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
+from lightning_hetero.callbacks import ResumableCheckpoint
 from lightning_hetero.errors import CheckpointError, HeteroError, NotFiniteError, UnsupportedError
 from lightning_hetero.strategies import join
 from lightning_hetero.strategies.table import ENTRIES
@@ -456,6 +457,51 @@ def test_each_byte_crosses_once() -> None:
             assert sent == exchanges * 8 * shards  # an all-reduce of two: each sends its vector of float64 once
 
 
+class Scaled(ShardedNet):
+    """The outermost module has parameters of its own, which `fully_shard` keeps as a whole after a forward pass."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.scale = nn.Parameter(torch.linspace(0.5, 1, 8, dtype=torch.float64))
+
+    def forward(self, batch: Any) -> torch.Tensor:
+        x, y, *_ = batch
+        return nn.functional.mse_loss(self.net(x * self.scale), y)
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        return self(batch)  # type: ignore[no-any-return]
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("loss", self.loss(batch), sync_dist=True)
+
+    test_step = validation_step
+
+
+def evaluated(name: str, shards: bool, **options: Any) -> tuple[list[float], list[torch.Tensor]]:
+    """Losses before a fit, in its midst and after it, where ranks evaluate unequal numbers of batches; the weights."""
+    warnings.filterwarnings("ignore", "Replicas ")
+    module = Scaled()
+    module.shards = shards
+    strategy = STRATEGIES[name](balance="off", **options)
+    trainer = pl.Trainer(strategy=strategy, max_epochs=3, val_check_interval=3, **FAST)
+    held_out = DataLoader(dataset(13), batch_size=4)
+    losses = [trainer.validate(module, held_out, verbose=False)[0]["loss"]]
+    trainer.fit(module, DataLoader(dataset(101), batch_size=4), held_out)
+    losses.append(float(trainer.callback_metrics["loss"]))
+    losses.append(trainer.test(module, held_out, verbose=False)[0]["loss"])
+    found = whole(module)
+    dist.barrier()
+    return losses, found
+
+
+@pytest.mark.parametrize("name", ["hetero_ddp", "hetero_diloco"])
+def test_evaluation_is_that_of_a_whole_model_and_changes_nothing(name: str) -> None:
+    options = {**SYNCHRONOUS.get(name, {}), "ranks_per_node": [2, 1]}
+    ours, theirs = (run(evaluated, 3, name, shards, **options) for shards in (True, False))
+    assert ours[0][0] == pytest.approx(theirs[0][0], abs=1e-10)
+    assert distance(ours[0][1], theirs[0][1]) < 1e-10
+
+
 # -- what is refused ---------------------------------------------------------------------------------
 
 
@@ -502,6 +548,18 @@ def test_what_cannot_be_is_refused_on_every_rank(case: str) -> None:
     for outcome in attempt(fit, 3, name, kind=kind, timeout=60, **options):
         assert isinstance(outcome.error, HeteroError), outcome.trace
         assert message in str(outcome.error)
+
+
+def kept(folder: str) -> None:
+    keeps = [ResumableCheckpoint(folder, every_n_steps=4)]
+    trainer = pl.Trainer(strategy="hetero_ddp", callbacks=keeps, **{**FAST, "enable_checkpointing": True})
+    trainer.fit(ShardedNet(), DataLoader(dataset(), batch_size=4))
+
+
+def test_resumable_checkpoints_are_refused(tmp_path: Any) -> None:
+    for outcome in attempt(kept, 2, str(tmp_path)):
+        assert isinstance(outcome.error, UnsupportedError), outcome.trace
+        assert "ResumableCheckpoint with a sharded model" in str(outcome.error)
 
 
 def test_a_directory_that_lacks_a_file_is_refused_on_every_rank(tmp_path: Any) -> None:
