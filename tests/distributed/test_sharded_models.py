@@ -109,6 +109,7 @@ SHAPES = {"2x2": [2, 2], "2+1": [2, 1], "1x3": [1, 1, 1]}
 CASES = [(name, shape) for name in SYNCHRONOUS for shape in SHAPES if shape != "2+1" or name not in ONE_COLUMN]
 
 
+@pytest.mark.long(after=6)
 @pytest.mark.parametrize(("name", "shape"), CASES)
 def test_shards_train_as_whole_replicas_do(name: str, shape: str) -> None:
     sizes = SHAPES[shape]
@@ -151,6 +152,7 @@ RESUMED: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.long(after=3)
 @pytest.mark.parametrize("shape", ["2x2", "2+1"])
 @pytest.mark.parametrize("name", RESUMED)
 def test_a_resumed_fit_ends_as_one_that_was_not_stopped(name: str, shape: str, tmp_path: Any) -> None:
@@ -190,6 +192,7 @@ def resumed(path: str, name: str, sizes: list[int], shards: bool, **given: Any) 
     return found[:8]
 
 
+@pytest.mark.long(after=2)
 @pytest.mark.parametrize("full", [False, True], ids=["directory", "file"])
 @pytest.mark.parametrize("name", ["hetero_ddp", "hetero_node"])
 def test_a_checkpoint_is_read_on_other_ranks(name: str, full: bool, tmp_path: Any) -> None:
@@ -256,6 +259,7 @@ FEATURES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.long(after=3)
 @pytest.mark.parametrize("feature", FEATURES)
 def test_features_are_exact(feature: str) -> None:
     options = {"balance": [3.0, 1.0, 2.0], "optimizer": "adamw", **FEATURES[feature]}
@@ -298,6 +302,7 @@ class BrokenGradient(Broken):
     what = "gradient"
 
 
+@pytest.mark.long(after=1)
 @pytest.mark.parametrize("kind", [Broken, BrokenGradient])
 def test_the_rank_that_is_not_finite_is_named(kind: type[Any]) -> None:
     for outcome in attempt(fit, 3, "hetero_ddp", kind=kind, balance="off"):
@@ -317,6 +322,7 @@ class ReturnsNone(ShardedNet):
         return None if batch_idx == 2 and dist.get_rank() == 1 else loss
 
 
+@pytest.mark.long(after=2)
 @pytest.mark.parametrize("wire", ["bf16", "int8", "int4", "topk:0.2"])
 @pytest.mark.parametrize("name", ["hetero_node", "hetero_diloco"])
 def test_wires_carry_shards(name: str, wire: str) -> None:
@@ -336,6 +342,7 @@ ASYNCHRONOUS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.long(after=1)
 @pytest.mark.parametrize("name", ASYNCHRONOUS)
 def test_asynchronous_strings_end_alike(name: str) -> None:
     ours = run(fit, 4, name, replica="node", ranks_per_node=2, **ASYNCHRONOUS[name])
@@ -380,6 +387,7 @@ class Compiled(ShardedNet):
         super().configure_model()
 
 
+@pytest.mark.long(after=1)
 @pytest.mark.parametrize("kind", [Checkpointed, Compiled])
 def test_models_are_made_in_many_ways(kind: type[Any]) -> None:
     options = {**SYNCHRONOUS["hetero_diloco"], "ranks_per_node": [2, 1]}
@@ -428,6 +436,7 @@ def narrow(precision: Any) -> list[torch.Tensor]:
     return found
 
 
+@pytest.mark.long(after=1)
 @pytest.mark.parametrize(("precision", "dtype"), [("bf16-mixed", torch.float32), ("bf16-true", torch.bfloat16)])
 def test_precisions(precision: str, dtype: torch.dtype) -> None:
     ours = run(narrow, 3, precision)
@@ -542,6 +551,7 @@ REFUSED: dict[str, tuple[str, type[Any], dict[str, Any], str]] = {
 }
 
 
+@pytest.mark.long(after=4)
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_cannot_be_is_refused_on_every_rank(case: str) -> None:
     name, kind, options, message = REFUSED[case]
@@ -552,7 +562,7 @@ def test_what_cannot_be_is_refused_on_every_rank(case: str) -> None:
 
 def kept(folder: str) -> None:
     keeps = [ResumableCheckpoint(folder, every_n_steps=4)]
-    trainer = pl.Trainer(strategy="hetero_ddp", callbacks=keeps, **{**FAST, "enable_checkpointing": True})
+    trainer = pl.Trainer(strategy="hetero_ddp", callbacks=keeps, max_epochs=1, **{**FAST, "enable_checkpointing": True})
     trainer.fit(ShardedNet(), DataLoader(dataset(), batch_size=4))
 
 
@@ -586,6 +596,7 @@ def survived(name: str, shards: bool, **options: Any) -> Any:
     return whole(module), trainer.world_size, strategy.recovery.losses
 
 
+@pytest.mark.long(after=3)
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("name", ["hetero_node", "hetero_daso", "hetero_diloco", "hetero_easgd", "hetero_gossip"])
 def test_sharded_replicas_go_on_when_one_is_lost(name: str, ranks: int) -> None:
@@ -623,6 +634,7 @@ class TensorParallel(ShardedNet):
             fully_shard(self.net, mesh=mesh["data_parallel"])
 
 
+@pytest.mark.long(after=2)
 @pytest.mark.parametrize(
     ("name", "nodes", "options"),
     [
@@ -640,6 +652,7 @@ def test_ranks_that_split_layers_have_the_same_samples(name: str, nodes: Any, op
     assert all(distance(theirs[0], each) < 1e-10 for each in ours)
 
 
+@pytest.mark.long(after=1)
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
@@ -670,6 +683,7 @@ class Thawing(ShardedNet):
             self.net[0].requires_grad_(True)
 
 
+@pytest.mark.long(after=1)
 @pytest.mark.parametrize("name", ["hetero_ddp", "hetero_node", "hetero_diloco"])
 def test_layers_may_be_unfrozen(name: str) -> None:
     options = {} if name == "hetero_ddp" else {**SYNCHRONOUS[name], "ranks_per_node": [2, 1]}
