@@ -144,8 +144,9 @@ def keep_in_shards(module: nn.Module) -> None:
         module: the model.
     """
     for part in module.modules():
-        if hasattr(part, "reshard") and _reshard not in part._forward_hooks.values():
-            part.register_forward_hook(_reshard)
+        if hasattr(part, "reshard") and not vars(part).get("kept_in_shards"):
+            part.register_forward_hook(torch.compiler.disable(_reshard))  # as the hooks of fully_shard are
+            part.kept_in_shards = True  # type: ignore[assignment]
 
 
 def _reshard(part: Any, inputs: Any, output: Any) -> None:

@@ -462,7 +462,7 @@ class JobStrategy(DDPStrategy):
 
     @property
     def reduce_scatter(self) -> ReduceScatter | None:
-        """What averages gradients into shards, if the model is sharded and its replica has several ranks."""
+        """The averaging of gradients into shards, if the model is sharded and its replica has several ranks."""
         return self.collaborators.nonfinite.reduce_scatter if self.joined else None
 
     def share_buffers(self) -> None:
