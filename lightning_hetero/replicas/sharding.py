@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_hetero.comm.agreement import gather, raise_on_all
+from lightning_hetero.comm.failures import deadline
 from lightning_hetero.errors import ConfigurationError, HeteroError, UnsupportedError
 
 #: Cuts a value into the pieces that a rank exchanges with different ranks; see :meth:`Columns.cut`.
@@ -142,8 +143,9 @@ def keep_in_shards(module: nn.Module) -> None:
         module: the model.
     """
     for part in module.modules():
-        if hasattr(part, "reshard") and _reshard not in part._forward_hooks.values():
-            part.register_forward_hook(_reshard)
+        if hasattr(part, "reshard") and not vars(part).get("kept_in_shards"):
+            part.register_forward_hook(torch.compiler.disable(_reshard))  # as the hooks of fully_shard are
+            part.kept_in_shards = True  # type: ignore[assignment]
 
 
 def _reshard(part: Any, inputs: Any, output: Any) -> None:
@@ -174,7 +176,7 @@ class ShardTraffic:
     def all_gather(self, *args: Any, **kwargs: Any) -> Any:
         """Gather parameters from their shards (collective over the replica)."""
         gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        with (self._beside or self._waiting)():
+        with (self._beside or self._waiting)(), deadline("gather parameters from their shards"):
             return gather(*args, **kwargs)
 
     def reduce_scatter(self, output: Tensor, own: Tensor, **kwargs: Any) -> Any:

@@ -458,7 +458,7 @@ class JobStrategy(DDPStrategy):
 
     @property
     def shard_traffic(self) -> ShardTraffic | None:
-        """What moves shards within the replica, if the model is sharded and its replica has several ranks."""
+        """The movement of shards within the replica, if the model is sharded and its replica has several ranks."""
         return self.collaborators.nonfinite.shard_traffic if self.joined else None
 
     def share_buffers(self) -> None:

@@ -562,7 +562,8 @@ def test_what_cannot_be_is_refused_on_every_rank(case: str) -> None:
 
 def kept(folder: str) -> None:
     keeps = [ResumableCheckpoint(folder, every_n_steps=4)]
-    trainer = pl.Trainer(strategy="hetero_ddp", callbacks=keeps, max_epochs=1, **{**FAST, "enable_checkpointing": True})
+    strategy = STRATEGIES["hetero_ddp"](timeout=20)
+    trainer = pl.Trainer(strategy=strategy, max_epochs=1, callbacks=keeps, **{**FAST, "enable_checkpointing": True})
     trainer.fit(ShardedNet(), DataLoader(dataset(), batch_size=4))
 
 
