@@ -85,6 +85,8 @@ class Fit:
         collectives: Collectives,
         trainer: "Callable[[], pl.Trainer]",
         make_engine: Callable[[Job, BatchAccounting], Engine],
+        current: Callable[[], BatchAccounting],
+        retry: Callable[[Callable[[], Any]], Any],
         former: "Fit | None" = None,
         repartition: Repartition | None = None,
     ) -> "Fit":
@@ -97,6 +99,8 @@ class Fit:
             collectives: of the strategy.
             trainer: gives the Trainer once there is one.
             make_engine: makes what happens between replicas.
+            current: gives the accounting of the latest view: loaders stay when ranks are lost.
+            retry: calls a function of what ranks do together, and calls it again if a rank was lost meanwhile.
             former: what was made from an earlier view, which goes on in the new parts.
             repartition: in the midst of a fit: which of the former ranks remain, and from which step on they share
                 batches.
@@ -109,9 +113,9 @@ class Fit:
             planner = plan_for_survivors(former.accounting.planner, repartition.former_ranks, planner)
 
         def begin_pass() -> Position:
-            accounting.begin_pass()
-            here = position(trainer(), accounting.step)
-            planner.origin = here.batch - here.step
+            retry(lambda: current().begin_pass())
+            here = position(trainer(), current().step)
+            current().planner.origin = here.batch - here.step
             return here
 
         def samples_of(batch: Any) -> float:
@@ -131,6 +135,7 @@ class Fit:
             options.global_batch_size,
             options.sizes,
             options.balance_iterable,
+            retry,
         )
         ranks, small, gathering = view.replica.ranks, job.small_group, AsyncAllGather(job.report_group())
         accounting = BatchAccounting(planner, timer, loaders, ranks, small, gathering, defers_reports=view.count > 1)
@@ -143,11 +148,12 @@ class Fit:
         if former is not None:
             engine.continue_from(former.engine)
         step = TrainingStep(accounting, engine, nonfinite, collectives, several=view.count > 1)
+        drift = _drift_check(job)
         if former is not None and repartition is not None:
             nonfinite.continue_from(former.nonfinite)
             step.continue_from(former.step)
-            loaders.continue_from(former.loaders, repartition)
-        return cls(accounting, engine, step, loaders, nonfinite, BucketSize(), job.data_group, _drift_check(job))
+            loaders.continue_from(former.loaders, repartition)  # last: it changes loaders, which go on
+        return cls(accounting, engine, step, loaders, nonfinite, BucketSize(), job.data_group, drift)
 
 
 def _drift_check(job: Job) -> ParameterDriftCheck | None:

@@ -294,6 +294,8 @@ class JobStrategy(DDPStrategy):
             self.collectives,
             lambda: self.trainer,
             self.make_engine,
+            lambda: self.accounting,
+            lambda operation: self.recovery.retry(operation),
             former,
             repartition,
         )

@@ -48,7 +48,7 @@ from lightning_hetero.strategies.numbering import launched
 from lightning_hetero.strategies.options import Options
 from lightning_hetero.strategies.recovery_policy import JoinTicket, MembershipChange, Newcomers
 from lightning_hetero.strategies.signals import TERMINATED, sigterm_noted
-from lightning_hetero.strategies.trainer_checks import settings
+from lightning_hetero.strategies.trainer_checks import settings, unjoinable
 from lightning_hetero.version import __version__
 
 
@@ -371,13 +371,15 @@ class ElasticJoin(Newcomers):
         if strategy.job.view.rank != 0:
             return
         if self._requests is None:
-            self._requests = JoinRequests(
-                strategy.interface, lambda other: incompatibility(self.compatibility(), other)
-            )
+            self._requests = JoinRequests(strategy.interface, self._refused)
             self._claim()
         self._written = self._written or self.addresses()
         for place in self._written:
             place.write(self._requests.address)
+
+    def _refused(self, other: Mapping[str, Any]) -> str | None:
+        """The reason why a process with these terms cannot take part; ``None`` if it can."""
+        return unjoinable(self._strategy.accounting.loaders.sources()) or incompatibility(self.compatibility(), other)
 
     def _claim(self) -> None:
         """See that no other job has begun under the same file at the same time."""

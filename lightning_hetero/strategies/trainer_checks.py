@@ -15,11 +15,12 @@ from torch.optim import Optimizer
 from torch.utils.data import DistributedSampler
 
 from lightning_hetero.algorithms.engine import listed
-from lightning_hetero.batching.sampler import ShareSampler
+from lightning_hetero.batching.streams import Stream
 from lightning_hetero.comm.agreement import check_equal, gather, raise_on_all
 from lightning_hetero.comm.view import View
 from lightning_hetero.errors import ConfigurationError, HeteroError, UnsupportedError
 from lightning_hetero.lightning_compat import saves_by_time, validation_interval
+from lightning_hetero.strategies.options import Options
 from lightning_hetero.strategies.weight_averaging import averages_weights
 
 if TYPE_CHECKING:
@@ -212,38 +213,39 @@ def restore_trainable(module: torch.nn.Module, trainable: Mapping[str, bool]) ->
 
 
 def unsurvivable(
-    view: View, least: int, sources: Iterable[Any], callbacks: Iterable[Callback], center: str | None, strategy: str
+    view: View,
+    options: Options,
+    sources: Sequence[Any],
+    callbacks: Iterable[Callback],
+    center: str | None,
+    strategy: str,
 ) -> HeteroError | None:
     """The reason why a fit could not go on without a rank; ``None`` if it can.
 
     Args:
         view: who takes part.
-        least: the option ``min_replicas``.
+        options: of the strategy.
         sources: of the training data.
         callbacks: of the Trainer.
         center: where the algorithm has its center, if it has one.
         strategy: its name.
     """
-    found = len(view.units)
+    found, least = len(view.units), options.min_replicas
     if found < least:
         what = "ranks" if view.ranks_leave else "replicas"
         return ConfigurationError(
             f"min_replicas={least}, but this job has {found} {what}. Start more, or ask for fewer."
         )
-    others = [source for source in sources if not isinstance(source, ShareSampler)]
-    if any(isinstance(getattr(source, "sampler", None), DistributedSampler) for source in others):
+    own = [source for source in sources if isinstance(source, Stream)]
+    if any(isinstance(getattr(source, "sampler", None), DistributedSampler) for source in own):
         return UnsupportedError(
             "on_peer_loss='continue' with a DistributedSampler that you have made: it gives each rank a fixed part of "
             "the samples, and those of a lost rank could not be given to others. Leave the DistributedSampler out, and "
             "keep use_distributed_sampler=True: this package then splits the samples, and splits them again when a "
             "rank is lost."
         )
-    if others:
-        return UnsupportedError(
-            "on_peer_loss='continue' needs a map-style training dataset, which the ranks that remain can split again. "
-            "What an iterable dataset has given to a lost rank cannot be given to others. Use a map-style dataset, or "
-            "on_peer_loss='error' with checkpoints to start again from."
-        )
+    if options.join_file is not None and (problem := unjoinable(sources)) is not None:
+        return UnsupportedError(f"join_file={options.join_file!r}, but nobody could join this fit: {problem}")
     names = [type(callback).__name__ for callback in callbacks if averages_weights(callback)]
     if names and view.count > 1:
         return UnsupportedError(
@@ -261,6 +263,21 @@ def unsurvivable(
             "or use on_peer_loss='error' with checkpoints to start again from."
         )
     return None
+
+
+def unjoinable(sources: Sequence[Any]) -> str | None:
+    """The reason why a process could not join a fit with these training data, and what to do; ``None`` if it can.
+
+    Args:
+        sources: of the training data.
+    """
+    if not any(isinstance(source, Stream) for source in sources):
+        return None
+    return (
+        "each rank reads training data of its own, an iterable dataset or a loader that you have sharded. With other "
+        "ranks these parts are others, and nobody could tell which samples are trained on already. Wrap the dataset in "
+        "lightning_hetero.SharedStream, or use a map-style dataset, which this package splits."
+    )
 
 
 def say_what_launchers_do(name: str) -> None:
