@@ -559,7 +559,7 @@ class BatchRequests(SharedBatches):
         self._asked = deque(one.for_survivors(kept, slot.replica) for one in self._asked)
 
     def arrived(self, drawn: Drawn | None) -> None:
-        """What was asked for first has been read.
+        """Note that the first of the requests has been read.
 
         Args:
             drawn: of it; ``None``: the stream has ended before it.

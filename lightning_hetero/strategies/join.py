@@ -167,6 +167,7 @@ class ElasticJoin(Newcomers):
         self._first_store: dist.Store | None = None  # the launcher's, which later processes ask as well
         self._written: list[JobAddress] = []
         self._leaving: JoinTicket | None = None  # how this rank is about to begin again
+        self._unjoinable: str | None = None  # why nobody can join, also while a fit begins again
         self._came_later = False  # whether this process has joined a job that ran
 
     # -- a process that is started later -----------------------------------------------------------
@@ -370,6 +371,7 @@ class ElasticJoin(Newcomers):
         self._first_store = self._first_store or default_store()
         if strategy.job.view.rank != 0:
             return
+        self._unjoinable = unjoinable(strategy.accounting.loaders.sources())
         if self._requests is None:
             self._requests = JoinRequests(strategy.interface, self._refused)
             self._claim()
@@ -379,7 +381,7 @@ class ElasticJoin(Newcomers):
 
     def _refused(self, other: Mapping[str, Any]) -> str | None:
         """The reason why a process with these terms cannot take part; ``None`` if it can."""
-        return unjoinable(self._strategy.accounting.loaders.sources()) or incompatibility(self.compatibility(), other)
+        return self._unjoinable or incompatibility(self.compatibility(), other)
 
     def _claim(self) -> None:
         """See that no other job has begun under the same file at the same time."""

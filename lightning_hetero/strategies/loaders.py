@@ -457,7 +457,7 @@ class Loaders:
         return self.planner.ready(step).split([self.planner.total])[0][self.rank]
 
     def _plan(self, step: int) -> tuple[Plan, bool]:
-        """How the batch of a shared stream is split, and whether ranks get what is left over in turn."""
+        """The split of a shared stream's batch, and whether ranks get the rest of a division in turn."""
         return self.planner.at(step), self.planner.rotates
 
     def _shares(self, sampler: ShareSampler, step: int, in_epoch: int, size: int) -> Sequence[int]:
