@@ -55,6 +55,10 @@ class BatchSources(Protocol):
     def ended(self) -> bool:
         """Whether this rank's replica has come to the end of its own data, so that padding batches follow."""
 
+    @property
+    def own_streams(self) -> bool:
+        """Whether each rank has training data of its own, which no other rank reads."""
+
     own_sizes: list[int]  # of each rank's batches, where its own loader sizes them; 0: not known
     sizes: GlobalBatchSizes  # samples in a step of all ranks
 
@@ -133,6 +137,17 @@ class BatchAccounting:
             elif former.launched > repartition.reports:  # the others will send theirs, or do so now
                 self._row, self._reported_at = former._row, former._reported_at
                 self._gathering.launch(self._row)
+
+    def drawn_for_others(self, kept: Sequence[int], taken: bool) -> float:
+        """Samples of other ranks of this replica in what is drawn and not trained on.
+
+        Args:
+            kept: ranks that remain, of which they are not.
+            taken: whether others have completed the running step.
+        """
+        ahead = [draw for source in self.loaders.sources() for draw in source.drawn]
+        draws = ahead if taken or self.drawn is None else [self.drawn, *ahead]
+        return sum(samples for draw in draws for rank, samples in draw.parts.items() if rank not in kept)
 
     @property
     def reports_applied(self) -> int:

@@ -293,6 +293,11 @@ class Drawn(NamedTuple):
     parts: Mapping[int, float] = {}
     cost: float = 0.0
 
+    @classmethod
+    def of(cls, shares: Sequence[int], rank: int, replica: Sequence[int]) -> "Drawn":
+        """The draw of a rank of a replica, by the shares of all ranks."""
+        return cls(shares[rank], sum(shares[other] for other in replica), {other: shares[other] for other in replica})
+
     def for_survivors(self, kept: Sequence[int], replica: Sequence[int]) -> "Drawn":
         """The draw as it counts once only some ranks are left, and perhaps other ranks make a replica.
 
@@ -326,7 +331,7 @@ class RankSlot(NamedTuple):
     Attributes:
         rank: its number when batches are cut.
         replica: the ranks that average gradients with it, by the same numbers.
-        cut: see :class:`ShareSampler`.
+        cut: how batches are cut: see :class:`ShareSampler`, and the requests of a shared stream.
         start: the first step for which the slot holds.
         kept: of each rank that remains, its number when batches are cut; ``None``: all remain.
         now: the replica by the numbers that remain, where ``kept`` is given.
@@ -334,7 +339,7 @@ class RankSlot(NamedTuple):
 
     rank: int
     replica: tuple[int, ...]
-    cut: "Cut"
+    cut: Callable[..., Any]
     start: int = 0
     kept: tuple[int, ...] | None = None
     now: tuple[int, ...] = ()
@@ -343,8 +348,11 @@ class RankSlot(NamedTuple):
         """This rank's part of a global batch."""
         batch, shares = self.cut(sampler, sampler.next_step, in_epoch, batch)
         own = batch_slice(batch, shares, self.rank)
-        drawn = Drawn(len(own), sum(shares[rank] for rank in self.replica), {r: shares[r] for r in self.replica})
-        return drawn if self.kept is None else drawn.for_survivors(self.kept, self.now), own
+        return self.counted(Drawn.of(shares, self.rank, self.replica)), own
+
+    def counted(self, drawn: Drawn) -> Drawn:
+        """A draw by the numbers when batches are cut, as it counts among the ranks that remain."""
+        return drawn if self.kept is None else drawn.for_survivors(self.kept, self.now)
 
     def for_survivors(self, kept: Sequence[int], replica: Sequence[int]) -> "RankSlot":
         """The same slot when only these ranks of the latest numbering are left; ``replica``: by their new numbers."""
@@ -352,72 +360,24 @@ class RankSlot(NamedTuple):
         return self._replace(kept=before, now=tuple(replica))
 
 
-class ShareSampler:
-    """This rank's slices of the global batches, in training.
-
-    A rank that gets no sample of a batch yields one of its samples all the same, as padding of weight 0, so that every
-    rank runs the same number of steps.
+class SharedBatches:
+    """Global batches of which this rank takes its part, by a slot that changes when ranks are lost.
 
     Args:
-        batches: the global batches.
-        rank: this rank.
-        replica: the ranks that average gradients with this one, itself among them.
+        slot: of this rank.
         position: where training stands; asked whenever an epoch begins.
-        cut: for (sampler, step, index of the batch in the epoch, batch): its samples in the order of the ranks that
-            take them, and how many each takes.
-        costs: of the samples; ``None``: nobody says what they cost.
 
     Attributes:
         slots: this rank's slot now, and before it those for steps that other ranks have drawn before they were
             regrouped.
     """
 
-    def __init__(
-        self,
-        batches: GlobalBatches,
-        rank: int,
-        replica: Sequence[int],
-        position: Callable[[], Position],
-        cut: "Cut",
-        costs: SampleCosts | None = None,
-    ) -> None:
-        self.batches, self.slots = batches, [RankSlot(rank, tuple(replica), cut)]
-        self._position, self.costs = position, costs
-        self.sampler = batches.sampler  # where Lightning looks for `set_epoch`
+    def __init__(self, slot: RankSlot, position: Callable[[], Position]) -> None:
+        self.slots, self._position = [slot], position
         self.drawn: deque[Drawn] = deque()  # drawn but not yet trained on, in order
         self.begun: Position | None = None  # where the running epoch began, or was resumed
         self.next_step = 0  # first step not drawn yet
-        self.padding = 1  # samples of a padding batch
         self.before_draw: Callable[[int], object] = lambda step: None  # waits until a step's plan is sure
-        self._left = 0  # batches that the running pass has still to draw
-
-    def __len__(self) -> int:
-        return len(self.batches)
-
-    def __iter__(self) -> Iterator[list[int]]:
-        # All happens at the first draw: a DataLoader with workers makes two iterators and uses the second.
-        position = self._position()
-        begun = self.begun
-        if begun is not None and begun.epoch == position.epoch and not self._left and not self.drawn:
-            first = 0  # all trained on: a shorter loader starts over
-        else:  # a new epoch; what was prefetched beyond the end of the last one is void
-            self.drawn.clear()
-            self.begun = begun = position
-            self.next_step = position.step
-            first = position.batch % max(len(self), 1)
-        origin = begun.step - begun.batch  # the step at which the epoch began, or would have
-        self._left = len(self) - first
-        if callable(set_epoch := getattr(self.sampler, "set_epoch", None)):
-            set_epoch(position.epoch)
-        for batch in self.batches.draw(first):
-            self.before_draw(self.next_step)  # in which others may be regrouped
-            drawn, own = self._slot().draw(self, batch, self.next_step - origin)
-            self.next_step, self._left = self.next_step + 1, self._left - 1
-            if self.costs is not None:
-                own = own or (self.costs.cheapest_first(batch) * self.padding)[: self.padding]
-                drawn = drawn._replace(cost=self.costs.together(own))
-            self.drawn.append(drawn)
-            yield own or (batch * self.padding)[: self.padding]
 
     @property
     def rank(self) -> int:
@@ -429,12 +389,18 @@ class ShareSampler:
         """The ranks that average gradients with this one, itself among them."""
         return self.slots[-1].replica
 
-    def _slot(self) -> "RankSlot":
-        while len(self.slots) > 1 and self.slots[1].start <= self.next_step:
+    def _begin(self, position: Position) -> None:
+        """An epoch begins, or goes on, here; what was prefetched beyond the end of the last one is void."""
+        self.drawn.clear()
+        self.begun, self.next_step = position, position.step
+        while len(self.slots) > 1 and self.slots[1].start <= position.step:
             del self.slots[0]
-        return self.slots[0]
 
-    def repartition(self, slot: "RankSlot", kept: Sequence[int], position: Callable[[], Position]) -> None:
+    def _slot(self) -> RankSlot:
+        """The slot at the next step; steps that are void come again, so that an earlier slot may count once more."""
+        return next(slot for slot in reversed(self.slots) if slot.start <= self.next_step)
+
+    def repartition(self, slot: RankSlot, kept: Sequence[int], position: Callable[[], Position]) -> None:
         """Other ranks share the batches from a step on; what was drawn stays as it is.
 
         Args:
@@ -451,8 +417,62 @@ class ShareSampler:
         return self.drawn.popleft()
 
 
-#: Cuts a batch; see :class:`ShareSampler`.
-Cut = Callable[[ShareSampler, int, int, list[int]], tuple[list[int], Sequence[int]]]
+class ShareSampler(SharedBatches):
+    """This rank's slices of the global batches, in training.
+
+    A rank that gets no sample of a batch yields one of its samples all the same, as padding of weight 0, so that every
+    rank runs the same number of steps.
+
+    Args:
+        batches: the global batches.
+        rank: this rank.
+        replica: the ranks that average gradients with this one, itself among them.
+        position: where training stands; asked whenever an epoch begins.
+        cut: for (sampler, step, index of the batch in the epoch, batch): its samples in the order of the ranks that
+            take them, and how many each takes.
+        costs: of the samples; ``None``: nobody says what they cost.
+    """
+
+    def __init__(
+        self,
+        batches: GlobalBatches,
+        rank: int,
+        replica: Sequence[int],
+        position: Callable[[], Position],
+        cut: Callable[["ShareSampler", int, int, list[int]], tuple[list[int], Sequence[int]]],
+        costs: SampleCosts | None = None,
+    ) -> None:
+        super().__init__(RankSlot(rank, tuple(replica), cut), position)
+        self.batches, self.sampler = batches, batches.sampler  # Lightning looks for `set_epoch` there
+        self.costs = costs
+        self.padding = 1  # samples of a padding batch
+        self._left = 0  # batches that the running pass has still to draw
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        # All happens at the first draw: a DataLoader with workers makes two iterators and uses the second.
+        position = self._position()
+        begun = self.begun
+        if begun is not None and begun.epoch == position.epoch and not self._left and not self.drawn:
+            first = 0  # all trained on: a shorter loader starts over
+        else:
+            self._begin(begun := position)
+            first = position.batch % max(len(self), 1)
+        origin = begun.step - begun.batch  # the step at which the epoch began, or would have
+        self._left = len(self) - first
+        if callable(set_epoch := getattr(self.sampler, "set_epoch", None)):
+            set_epoch(position.epoch)
+        for batch in self.batches.draw(first):
+            self.before_draw(self.next_step)  # in which others may be regrouped
+            drawn, own = self._slot().draw(self, batch, self.next_step - origin)
+            self.next_step, self._left = self.next_step + 1, self._left - 1
+            if self.costs is not None:
+                own = own or (self.costs.cheapest_first(batch) * self.padding)[: self.padding]
+                drawn = drawn._replace(cost=self.costs.together(own))
+            self.drawn.append(drawn)
+            yield own or (batch * self.padding)[: self.padding]
 
 
 class EvaluationSampler:

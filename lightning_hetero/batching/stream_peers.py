@@ -1,6 +1,7 @@
 """The other ranks, for a stream: what they have left, and whether they read the same samples."""
 
 import hashlib
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from lightning_hetero.comm.agreement import gather
 from lightning_hetero.comm.failures import deadline
 from lightning_hetero.comm.job import Job
 from lightning_hetero.comm.progress import DataProgress, DataProgressTracker
+from lightning_hetero.comm.retry import NumberedResults
 
 
 class StreamPeers:
@@ -24,12 +26,17 @@ class StreamPeers:
         timer: this rank's timer.
         length: batches of the longest stream of a rank; ``None``: nobody knows.
         number: of the stream, the same on every rank.
+
+    Attributes:
+        length: see above; also once that stream is lost, since the Trainer knows it.
     """
 
     def __init__(self, job: Job, timer: StepTimer, length: int | None, number: int) -> None:
-        self._job, self._timer, self._length = job, timer, length
+        self._job, self._timer, self.length = job, timer, length
         self._compared = False
         self._ended = False  # this replica, in this pass
+        self._lengthens = False  # whether epochs keep their length, although the longest stream may be lost
+        self._results = NumberedResults()  # of the collectives of this replica
         self._progress: DataProgressTracker | None = None
         if job.view.count > 1 and length is None and job.view.is_leader:
             ids = [replica.id for replica in job.view.replicas]
@@ -37,11 +44,32 @@ class StreamPeers:
                 job.store(f"stream {number}"), ids, job.view.replica.id, job.timeout.total_seconds()
             )
 
-    def begin(self) -> None:
-        """A pass over the data is about to begin, on all ranks."""
+    def for_survivors(self, former: "StreamPeers", kept: Sequence[int]) -> "StreamPeers":
+        """Go on where others have stopped, of an earlier view, and return itself (collective over all ranks).
+
+        One rank of a replica may have completed a collective that the others have not: they get its result.
+
+        Args:
+            former: of the earlier view.
+            kept: of each rank that remains, its number before.
+        """
+        replica, results = self._job.view.replica.ranks, former._results
+        everyone = gather(results.latest, "what ranks know of each other's streams")
+        number, latest = max((everyone[rank] for rank in replica), key=lambda known: known[0])
+        self._results.calls = results.calls
+        if number >= 0:
+            there = self._results.received if number >= results.calls else self._results.results
+            there[number] = {rank: latest[kept[rank]] for rank in replica}
+        self._compared, self._ended, self._lengthens = former._compared, former._ended, True
+        if self._progress is not None and former._progress is not None:
+            self._progress.continue_from(former._progress)
+        return self
+
+    def begin(self, number: int) -> None:
+        """A pass over the data is about to begin, on all ranks; passes are counted from 1."""
         self._ended = False
         if self._progress is not None:
-            self._progress.begin()
+            self._progress.begin(number)
 
     def compare(self, batch: Any) -> None:
         """Warn if ranks were given the same first batch (collective, the first time)."""
@@ -66,20 +94,25 @@ class StreamPeers:
             "LightningModule, or let all tensors have the batch as their first dimension."
         )
 
-    def sum(self, tally: StepTally) -> StepTally:
-        """The tallies of the ranks of this replica together (collective over them)."""
-        row = torch.tensor(tally, dtype=torch.float64)
-        with self._timer.waiting(), deadline("exchange batch sizes"):
-            if (group := self._job.small_group()) is not None:
-                dist.all_reduce(row, group=group)
-        return StepTally(*row.tolist())
+    def of_replica(self, tally: StepTally) -> dict[int, StepTally]:
+        """The tally of each rank of this replica (collective over them)."""
+        view = self._job.view
+        ranks = view.replica.ranks
 
-    def sum_all(self, tally: StepTally) -> StepTally:
+        def everyone() -> dict[int, StepTally]:
+            rows = torch.zeros(len(ranks), len(tally), dtype=torch.float64)
+            rows[ranks.index(view.rank)] = torch.tensor(tally, dtype=torch.float64)
+            with self._timer.waiting(), deadline("exchange batch sizes"):
+                if (group := self._job.small_group()) is not None:
+                    dist.all_reduce(rows, group=group)
+            return {rank: StepTally(*row) for rank, row in zip(ranks, rows.tolist(), strict=True)}
+
+        return self._results.once(everyone)
+
+    def of_all(self, tally: StepTally) -> StepTally:
         """The tallies of all ranks together (collective)."""
-        row = torch.tensor(tally, dtype=torch.float64)
-        with self._timer.waiting(), deadline("learn which ranks have data"):
-            dist.all_reduce(row)
-        return StepTally(*row.tolist())
+        with self._timer.waiting():
+            return StepTally.over(gather(tally, "which ranks have data"))
 
     def another_batch(self, drawn: int, alive: bool) -> bool:
         """Whether all ranks run another batch in this pass (collective over the replica).
@@ -87,10 +120,10 @@ class StreamPeers:
         A replica that has no more data runs padding batches, but never more than the replica that has most. So an
         epoch has as many steps as the longest stream of a replica, and who has data never waits.
         """
+        if self.length is not None and (self._lengthens or self._job.view.count > 1):
+            return drawn < self.length
         if self._job.view.count == 1:
             return alive
-        if self._length is not None:
-            return drawn < self._length
         if alive or not self._ended:
             self._ended = not alive
             if self._progress is not None:
@@ -99,7 +132,7 @@ class StreamPeers:
             return True
         with self._timer.waiting():
             more = self._progress is not None and self._progress.beyond(drawn)
-        return self.sum(StepTally(float(more), 0.0, 0.0)).samples > 0
+        return any(tally.samples for tally in self.of_replica(StepTally(float(more), 0.0, 0.0)).values())
 
 
 def _fingerprint(batch: Any) -> str | None:

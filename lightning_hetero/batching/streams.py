@@ -7,21 +7,24 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import islice
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
+from typing_extensions import Self, override
 
 from lightning_hetero.batching.planner import Plan
 from lightning_hetero.batching.sample_costs import StreamCosts
-from lightning_hetero.batching.sampler import Drawn, Position, batch_slice
+from lightning_hetero.batching.sampler import Drawn, Position, RankSlot, SharedBatches, batch_slice
 from lightning_hetero.errors import DataError
+
+T = TypeVar("T")
 
 
 class StepTally(NamedTuple):
-    """Sums over all ranks at one step of a stream.
+    """Tally of a rank at one step of a stream, or its sums over ranks.
 
     Attributes:
-        samples: samples in the batches of all ranks; NaN if a rank could not tell.
+        samples: samples in the batches; NaN if a rank could not tell.
         alive: ranks that still have data.
         empty: ranks that had no data at all.
     """
@@ -29,6 +32,11 @@ class StepTally(NamedTuple):
     samples: float
     alive: float
     empty: float
+
+    @classmethod
+    def over(cls, tallies: Iterable["StepTally"]) -> "StepTally":
+        """The sums of some tallies."""
+        return cls(*map(sum, zip(*tallies, strict=True)))
 
 
 class StreamPosition(NamedTuple):
@@ -53,8 +61,10 @@ class StreamPosition(NamedTuple):
 class StreamCollectives(Protocol):
     """Collectives of the ranks that iterate over a stream at the same time, each over its own part."""
 
-    def begin(self) -> None:
-        """A pass over the data is about to begin, on all ranks."""
+    length: int | None  # batches of the longest stream of a rank; ``None``: nobody knows
+
+    def begin(self, number: int) -> None:
+        """A pass over the data is about to begin, on all ranks; passes are counted from 1."""
 
     def compare(self, batch: Any) -> None:
         """Look whether ranks were given the same first batch; ``None``: this one has none (collective)."""
@@ -62,10 +72,10 @@ class StreamCollectives(Protocol):
     def warn_of_unknown_size(self, problem: str) -> None:
         """Say that the sizes of batches are unknown, so that all count the same."""
 
-    def sum(self, tally: StepTally) -> StepTally:
-        """The tallies of the ranks of this replica together (collective over them)."""
+    def of_replica(self, tally: StepTally) -> dict[int, StepTally]:
+        """The tally of each rank of this replica (collective over them)."""
 
-    def sum_all(self, tally: StepTally) -> StepTally:
+    def of_all(self, tally: StepTally) -> StepTally:
         """The tallies of all ranks together (collective)."""
 
     def another_batch(self, drawn: int, alive: bool) -> bool:
@@ -74,6 +84,14 @@ class StreamCollectives(Protocol):
         Args:
             drawn: batches of this pass so far.
             alive: whether a rank of this replica has another one with data.
+        """
+
+    def for_survivors(self, former: Self, kept: Sequence[int]) -> Self:
+        """Go on where others have stopped, of an earlier view, and return itself (collective over all ranks).
+
+        Args:
+            former: of the earlier view.
+            kept: of each rank that remains, its number before.
         """
 
 
@@ -115,6 +133,11 @@ class Stream(LoaderProxy):
         peers: the other ranks.
         usual: samples as which every rank's batch counts where sizes cannot be told; ``None``: that is an error, since
             those of ranks surely differ.
+        retry: calls a function of what ranks do together, and calls it again if a rank was lost meanwhile.
+
+    Attributes:
+        peers: the other ranks, of the present view.
+        next_step: first step not drawn yet.
     """
 
     def __init__(
@@ -124,9 +147,11 @@ class Stream(LoaderProxy):
         begin: Callable[[], Position],
         peers: StreamCollectives,
         usual: float | None = None,
+        retry: Callable[[Callable[[], Any]], Any] = lambda operation: operation(),
     ) -> None:
         super().__init__(loader)
-        self._size_of, self._begin, self._peers, self._usual = size_of, begin, peers, usual
+        self._size_of, self._begin, self.peers, self._usual, self._retry = size_of, begin, peers, usual, retry
+        self._passes = self.next_step = 0
         self._unknown = False  # whether the size of some batch was
         self.drawn: deque[Drawn] = deque()
         self._count = 0  # batches of this pass so far
@@ -149,8 +174,9 @@ class Stream(LoaderProxy):
     def __iter__(self) -> Iterator[Any]:
         self.drawn.clear()
         self._states.clear()
-        epoch = self._begin().epoch
-        self._peers.begin()
+        epoch, _, self.next_step = self._begin()
+        self._passes += 1
+        self._ask(lambda peers: peers.begin(self._passes))
         end = object()
         first = self._count = self._go_on(epoch)
         batches = iter(self.loader)
@@ -165,22 +191,41 @@ class Stream(LoaderProxy):
             samples, problem = self._measure(current) if not ended else (0.0, None)
             mine = StepTally(samples, float(not ended), float(ended and batch is end))
             if self._count == first:
-                self._peers.compare(None if ended else current)
-                if not self._somebody_has_data(self._peers.sum_all(mine), problem):
+                self.peers.compare(None if ended else current)
+                if not self._somebody_has_data(self.peers.of_all(mine), problem):
                     break
-            tally = self._peers.sum(mine)
-            self._check_size(tally, problem)
+            tallies = self._ask(partial(_of_replica, mine))
+            self._check_size(StepTally.over(tallies.values()), problem)
             if self._unknown and self._usual is not None:
-                samples, tally = self._usual * mine.alive, tally._replace(samples=self._usual * tally.alive)
-            if not self._peers.another_batch(self._count, tally.alive > 0):
+                samples = self._usual * mine.alive
+                tallies = {rank: one._replace(samples=self._usual * one.alive) for rank, one in tallies.items()}
+            tally = StepTally.over(tallies.values())
+            # Now: within the next question ranks may be lost, and then it counts among those that remain.
+            self.drawn.append(Drawn(samples, tally.samples, {rank: one.samples for rank, one in tallies.items()}))
+            if not self._ask(partial(_another_batch, self._count, tally.alive > 0)):
+                self.drawn.pop()
                 break
-            batch, self._count = batch if ended else current, self._count + 1
-            self.drawn.append(Drawn(samples, tally.samples))
+            batch, self._count, self.next_step = batch if ended else current, self._count + 1, self.next_step + 1
             if self.stateful and not ended:
                 before, after = after, copy.deepcopy(self.loader.state_dict())  # type: ignore[attr-defined]
             self._states.append(StreamPosition(epoch, self._count, before if ended else after, ended, before))
             yield batch
         self._over = True
+
+    def _ask(self, question: Callable[[StreamCollectives], T]) -> T:
+        """The answer of the other ranks, or of those that remain."""
+        return self._retry(lambda: question(self.peers))
+
+    def repartition(self, peers: StreamCollectives, kept: Sequence[int], replica: Sequence[int]) -> None:
+        """Go on without the ranks that were lost; what they had drawn does not count any more.
+
+        Args:
+            peers: the ranks that remain.
+            kept: of each of them, its number before.
+            replica: the ranks that average gradients with this one.
+        """
+        self.peers = peers
+        self.drawn = deque(drawn.for_survivors(kept, replica) for drawn in self.drawn)
 
     def take(self) -> Drawn:
         """The draw of the batch that is about to be trained on."""
@@ -242,7 +287,7 @@ class Stream(LoaderProxy):
                 "the batch as their first dimension, or define `batch_weight(batch)` on the LightningModule."
             )
         self._unknown = True
-        self._peers.warn_of_unknown_size(problem.rstrip(".") if problem else "another rank cannot tell")
+        self.peers.warn_of_unknown_size(problem.rstrip(".") if problem else "another rank cannot tell")
 
     def _measure(self, batch: Any) -> tuple[float, str | None]:
         try:
@@ -262,6 +307,7 @@ class SizedStream(Stream):
         length: batches until the last rank's stream ends.
         replica_length: batches until the last one ends in this replica.
         usual: see :class:`Stream`.
+        retry: see :class:`Stream`.
     """
 
     def __init__(
@@ -273,8 +319,9 @@ class SizedStream(Stream):
         length: int,
         replica_length: int,
         usual: float | None = None,
+        retry: Callable[[Callable[[], Any]], Any] = lambda operation: operation(),
     ) -> None:
-        super().__init__(loader, size_of, begin, peers, usual)
+        super().__init__(loader, size_of, begin, peers, usual, retry)
         self._length, self._replica_length = length, replica_length
 
     @property
@@ -284,6 +331,14 @@ class SizedStream(Stream):
 
     def __len__(self) -> int:
         return self._length
+
+
+def _of_replica(tally: StepTally, peers: StreamCollectives) -> dict[int, StepTally]:
+    return peers.of_replica(tally)
+
+
+def _another_batch(drawn: int, alive: bool, peers: StreamCollectives) -> bool:
+    return peers.another_batch(drawn, alive)
 
 
 def _keep_no_state(*_: Any) -> dict[str, Any]:
@@ -387,16 +442,19 @@ class VaryingBatchSizes:
     Args:
         share: samples for this rank at a given step.
         step: first step of the pass; asked when an epoch begins.
+
+    Attributes:
+        share: another one, once ranks were lost.
     """
 
     def __init__(self, share: Callable[[int], int], step: Callable[[], int]) -> None:
-        self._share, self._step = share, step
+        self.share, self._step = share, step
         self.next_step = 0
 
     def __iter__(self) -> Iterator[list[None]]:
         self.next_step = self._step()
         while True:
-            share = max(self._share(self.next_step), 1)
+            share = max(self.share(self.next_step), 1)
             self.next_step += 1
             yield [None] * share
 
@@ -455,35 +513,65 @@ class BatchRequest(NamedTuple):
         first: number of its first sample in the epoch.
         size: samples.
         plan: how they are split.
+        turn: the number of the batch, if ranks get what is left over in turn.
+        rank: that takes its part.
+        replica: the ranks that average gradients with it.
     """
 
     epoch: int
     first: int
     size: int
     plan: Plan
+    turn: int | None
+    rank: int
+    replica: tuple[int, ...]
 
 
-class BatchRequests:
+class BatchRequests(SharedBatches):
     """Batch sampler of global batches, without an end: where the stream ends is known when it has been read.
 
     Args:
         size: samples in a global batch.
-        plan: in force at a given step.
-        begin: says where training stands; called whenever an epoch's first batch is drawn.
+        slot: of this rank. Its ``cut`` gives, for a step, the plan in force, by which readers cut the batch, and
+            whether ranks get what is left over in turn.
+        position: where training stands; asked whenever an epoch begins.
     """
 
-    def __init__(self, size: int, plan: Callable[[int], Plan], begin: Callable[[], Position]) -> None:
-        self.batch_size, self._plan, self._begin = size, plan, begin
-        self.begun: Position | None = None  # where the running epoch began, or was resumed
-        self.next_step = 0  # first step not drawn yet
+    def __init__(self, size: int, slot: RankSlot, position: Callable[[], Position]) -> None:
+        super().__init__(slot, position)
+        self.batch_size = size
+        self._asked: deque[RankSlot] = deque()  # for what is being read
 
     def __iter__(self) -> Iterator[BatchRequest]:
-        self.begun = position = self._begin()
-        self.next_step = position.step
+        position = self._position()
+        self._begin(position)
+        self._asked.clear()
         while True:
-            done = position.batch + self.next_step - position.step
+            self.before_draw(self.next_step)  # in which others may be regrouped
+            slot, done = self._slot(), position.batch + self.next_step - position.step
+            self._asked.append(slot)
+            plan, in_turn = slot.cut(self.next_step)
             self.next_step += 1
-            yield BatchRequest(position.epoch, done * self.batch_size, self.batch_size, self._plan(self.next_step - 1))
+            size, turn = self.batch_size, done if in_turn else None
+            yield BatchRequest(position.epoch, done * size, size, plan, turn, slot.rank, slot.replica)
+
+    @override
+    def repartition(self, slot: RankSlot, kept: Sequence[int], position: Callable[[], Position]) -> None:
+        super().repartition(slot, kept, position)
+        self._asked = deque(one.for_survivors(kept, slot.replica) for one in self._asked)
+
+    def arrived(self, drawn: Drawn | None) -> None:
+        """Note that the first of the requests has been read.
+
+        Args:
+            drawn: of it; ``None``: the stream has ended before it.
+        """
+        slot = self._asked.popleft()
+        if drawn is not None:
+            self.drawn.append(slot.counted(drawn))
+        else:
+            self.next_step -= 1 + len(self._asked)  # there are no such steps in this epoch
+            self._asked.clear()
 
 
 class BatchPart(NamedTuple):
@@ -503,17 +591,12 @@ class StreamReader(Dataset):
 
     Args:
         stream: the same on every rank.
-        rank: this rank.
-        replica: the ranks that average gradients with this one, itself among them.
         padding: samples of a padding batch.
         costs: of the samples, if they are known.
     """
 
-    def __init__(
-        self, stream: Iterable[Any], rank: int, replica: Sequence[int], padding: int, costs: StreamCosts | None = None
-    ) -> None:
-        self.stream, self._rank, self._replica, self._padding = stream, rank, replica, padding
-        self._costs = costs
+    def __init__(self, stream: Iterable[Any], padding: int, costs: StreamCosts | None = None) -> None:
+        self.stream, self._padding, self._costs = stream, padding, costs
         self._epoch, self._next = -1, 0  # the sample that comes next
         self._samples: Iterator[Any] = iter(())
 
@@ -524,12 +607,12 @@ class StreamReader(Dataset):
         self._next += len(batch)
         everyone = list(range(len(batch)))
         if self._costs is None or request.plan.by_samples or not batch:
-            costs, order, shares = None, everyone, request.plan.split([len(batch)])[0]
+            costs, order, shares = None, everyone, request.plan.split([len(batch)], request.turn)[0]
         else:
             costs = self._costs.of(batch, request.first)
             order, shares = costs.deal(request.plan, everyone)
-        own = batch_slice(order, shares, self._rank)
-        drawn = Drawn(len(own), sum(shares[rank] for rank in self._replica))
+        own = batch_slice(order, shares, request.rank)
+        drawn = Drawn.of(shares, request.rank, request.replica)
         if costs is not None:
             own = own or (costs.cheapest_first(everyone) * self._padding)[: self._padding]
             drawn = drawn._replace(cost=costs.together(own))
@@ -561,8 +644,6 @@ class SharedStreamLoader:
     Args:
         loader: of the user's.
         requests: the global batches.
-        rank: this rank.
-        replica: the ranks that average gradients with this one.
         padding: samples of a padding batch.
         costs: of the samples, if they are known.
 
@@ -572,21 +653,14 @@ class SharedStreamLoader:
     """
 
     def __init__(
-        self,
-        loader: DataLoader,
-        requests: BatchRequests,
-        rank: int,
-        replica: Sequence[int],
-        padding: int,
-        costs: StreamCosts | None = None,
+        self, loader: DataLoader, requests: BatchRequests, padding: int, costs: StreamCosts | None = None
     ) -> None:
         self.stream, self.batch_sampler, self.like = loader.dataset, requests, loader
-        self.drawn: deque[Drawn] = deque()
         self._length = -(-n // requests.batch_size) if (n := _length_of(self.stream)) is not None else None
         same = ("num_workers", "pin_memory", "timeout", "worker_init_fn", "generator", "prefetch_factor")
         more = ("multiprocessing_context", "persistent_workers")
         self.loader = DataLoader(
-            StreamReader(self.stream.dataset, rank, replica, padding, costs),  # type: ignore[attr-defined]
+            StreamReader(self.stream.dataset, padding, costs),  # type: ignore[attr-defined]
             batch_sampler=requests,  # type: ignore[arg-type]
             collate_fn=partial(collate_part, loader.collate_fn),
             **{name: getattr(loader, name) for name in (*same, *more)},
@@ -607,21 +681,34 @@ class SharedStreamLoader:
             raise TypeError(f"{type(self.stream.dataset).__name__} has no length")  # type: ignore[attr-defined]
         return self._length
 
+    @property
+    def drawn(self) -> deque[Drawn]:
+        """Drawn but not yet trained on, in order."""
+        return self.batch_sampler.drawn
+
+    @property
+    def next_step(self) -> int:
+        """First step not drawn yet; what workers were asked for beyond the end of the stream is no step."""
+        begun, ahead = self.batch_sampler.begun, self.batch_sampler.next_step
+        if self._length is None or begun is None:
+            return ahead
+        return min(ahead, begun.step - begun.batch + self._length)
+
     def __iter__(self) -> Iterator[Any]:
         self.drawn.clear()
         read = 0
         for batch, drawn in self.loader:
+            self.batch_sampler.arrived(None if batch is None else drawn)
             if batch is None:
                 break
             read += 1
-            self.drawn.append(drawn)
             yield batch
         if read == 0 and self.batch_sampler.begun is not None and self.batch_sampler.begun.batch == 0:
             raise DataError("the training stream is empty: it must yield at least one sample.")
 
     def take(self) -> Drawn:
         """The draw of the batch that is about to be trained on."""
-        return self.drawn.popleft()
+        return self.batch_sampler.take()
 
     def state_dict(self) -> dict[str, Any]:
         """Nothing: the Trainer saves the position itself. With this it knows that the loader resumes there."""

@@ -179,7 +179,7 @@ class StepTimer:
 
     @contextmanager
     def in_other_stream(self) -> Iterator[None]:
-        """What is waited for in this block is so in a stream of its own, beside the work that is measured."""
+        """A block in which waiting happens in another CUDA stream, beside the work that is measured."""
         self._depth += 1  # blocks of `waiting` within take no timestamps
         try:
             yield

@@ -117,7 +117,7 @@ def _whole(value: Any, keep: bool) -> Any:
 
 
 def read(path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-    """The contents of a directory beside the model and the optimizers, and its path.
+    """Contents of a directory beside the model and the optimizers, and where it is.
 
     Args:
         path: of the directory.

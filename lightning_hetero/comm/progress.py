@@ -41,20 +41,41 @@ class DataProgressTracker:
     def __init__(self, store: dist.Store, replicas: Sequence[int], own: int, seconds: float) -> None:
         self._store, self._replicas, self._own, self._seconds = store, replicas, own, seconds
         self._passes = 0
+        self._written: dict[int, DataProgress] = {}  # of this pass and the one before, by their numbers
         self._most = 0  # batches that some replica is known to have drawn in this pass
 
-    def begin(self) -> None:
-        """A new pass over the data begins; all replicas count passes alike."""
-        if self._passes > 1:
-            self._store.delete_key(self._key(self._passes - 1, self._own))  # all have read it
-        self._passes += 1
-        self._most = 0
+    def begin(self, number: int) -> None:
+        """A new pass over the data begins.
+
+        Args:
+            number: of the pass, from 1; all replicas count passes alike.
+        """
+        self._passes, self._most = number, 0
+        self._written = {one: count for one, count in self._written.items() if one >= number - 1}
         self.write(DataProgress(0, False))
+        if number > 2:
+            self._store.delete_key(self._key(number - 2, self._own))  # all have read it
+
+    def continue_from(self, former: "DataProgressTracker") -> None:
+        """Go on in another store where an earlier one has stopped: some replicas were lost.
+
+        Others may know of more batches of a lost replica, or of fewer. So this one says that it draws as many as it
+        knows of: all remaining replicas run as many as the one that knows of most.
+        """
+        self._passes, self._written = former._passes, dict(former._written)
+        if (last := self._written.get(self._passes)) is not None:
+            self._written[self._passes] = last._replace(batches=max(last.batches, former._most))
+        for number, count in self._written.items():
+            self._write(number, count)
 
     def write(self, count: DataProgress) -> None:
         """Let the others know what this replica has drawn."""
+        self._written[self._passes] = count  # first: it counts also if this breaks
+        self._write(self._passes, count)
+
+    def _write(self, number: int, count: DataProgress) -> None:
         with deadline("tell other replicas how many batches it has drawn"):
-            self._store.set(self._key(self._passes, self._own), f"{count.batches} {int(count.ended)}")
+            self._store.set(self._key(number, self._own), f"{count.batches} {int(count.ended)}")
 
     def beyond(self, batches: int) -> bool:
         """Whether any replica draws more than so many batches in this pass; waits until that is known.

@@ -43,16 +43,12 @@ def set_repeater(repeater: CollectiveRepeater | None) -> None:
     wait_for_news(repeater is None)
 
 
-class CollectiveRetry:
-    """Retry of collectives among the ranks that remain.
+class NumberedResults:
+    """Results of the latest collectives of some ranks, for those who have missed one.
 
-    All ranks run the same collectives in the same order, so a collective is known by its number. A rank can be one
+    These ranks run the same collectives in the same order, so a collective is known by its number. A rank can be one
     ahead: an all-reduce may succeed on one rank and fail on another. What the latest ones have returned is kept, so
     that those who missed it get it from those who have it.
-
-    Args:
-        recover: joins the ranks that remain (collective over them), given when what has broken began; raises an error
-            if this rank must end.
 
     Attributes:
         calls: collectives completed.
@@ -63,11 +59,36 @@ class CollectiveRetry:
     #: Results that are kept. A rank cannot be further ahead than broadcasts run ahead of who receives them.
     KEPT = 32
 
-    def __init__(self, recover: Callable[[float], Any]) -> None:
-        self.recover = recover
+    def __init__(self) -> None:
         self.calls = 0
         self.results: dict[int, Any] = {}
         self.received: dict[int, Any] = {}
+
+    @property
+    def latest(self) -> tuple[int, Any]:
+        """The latest result that is known here, after its number; -1: there is none yet."""
+        return max({**self.results, **self.received}.items(), key=lambda known: known[0], default=(-1, None))
+
+    def once(self, operation: Callable[[], T]) -> T:
+        """The result of the next collective: what was received of it, or that of an operation, if it succeeds."""
+        result = self.received.pop(self.calls) if self.calls in self.received else operation()
+        self.results[self.calls] = result
+        self.results.pop(self.calls - self.KEPT, None)
+        self.calls += 1
+        return result
+
+
+class CollectiveRetry(NumberedResults):
+    """Retry of collectives over all ranks, among the ranks that remain.
+
+    Args:
+        recover: joins the ranks that remain (collective over them), given when what has broken began; raises an error
+            if this rank must end.
+    """
+
+    def __init__(self, recover: Callable[[float], Any]) -> None:
+        super().__init__()
+        self.recover = recover
         self._plain = 0  # depth of blocks in which nothing is repeated
 
     @contextmanager
@@ -84,19 +105,12 @@ class CollectiveRetry:
         if self._plain:
             with deadline(what):
                 return operation()
-        while self.calls not in self.received:
+        while True:
             began = time.monotonic()
             try:
                 with self.plain(), deadline(what):
-                    result = operation()
+                    return self.once(operation)
             except RuntimeError as error:
                 if not is_communication_error(error):
                     raise
                 self.recover(began)
-                continue
-            self.results[self.calls] = result
-            self.results.pop(self.calls - self.KEPT, None)
-            self.calls += 1
-            return result
-        self.calls += 1
-        return self.received.pop(self.calls - 1)

@@ -88,6 +88,8 @@ class Fit:
         collectives: Collectives,
         trainer: "Callable[[], pl.Trainer]",
         make_engine: Callable[[Job, BatchAccounting], Engine],
+        current: Callable[[], BatchAccounting],
+        retry: Callable[[Callable[[], Any]], Any],
         former: "Fit | None" = None,
         repartition: Repartition | None = None,
     ) -> "Fit":
@@ -100,9 +102,15 @@ class Fit:
             collectives: of the strategy.
             trainer: gives the Trainer once there is one.
             make_engine: makes what happens between replicas.
+            current: gives the accounting of the latest view: loaders stay when ranks are lost.
+            retry: calls a function of what ranks do together, and calls it again if a rank was lost meanwhile.
             former: what was made from an earlier view, which goes on in the new parts.
             repartition: in the midst of a fit: which of the former ranks remain, and from which step on they share
                 batches.
+
+        Raises:
+            UnsupportedError: on every rank, when loaders are set up: each rank has a stream of its own, and several
+                are to get the same samples.
         """
         view, size = job.view, options.tensor_parallel
         data = view.data_parallel(size)
@@ -113,9 +121,9 @@ class Fit:
             planner = plan_for_survivors(former.accounting.planner, repartition.former_ranks, planner)
 
         def begin_pass() -> Position:
-            accounting.begin_pass()
-            here = position(trainer(), accounting.step)
-            planner.origin = here.batch - here.step
+            retry(lambda: current().begin_pass())
+            here = position(trainer(), current().step)
+            current().planner.origin = here.batch - here.step
             return here
 
         def samples_of(batch: Any) -> float:
@@ -136,8 +144,8 @@ class Fit:
         def stream_peers(length: int | None) -> StreamPeers:
             if size > 1:
                 raise UnsupportedError(
-                    f"a SharedStream with tensor_parallel_size={size}: ranks that get the same samples cannot share a "
-                    "stream yet. Let each rank's own stream give its data-parallel place, or use a map-style dataset."
+                    f"each rank's own stream with tensor_parallel_size={size}: ranks that split layers need the same "
+                    "samples. Wrap the dataset in lightning_hetero.SharedStream, or use a map-style dataset."
                 )
             return StreamPeers(job, timer, length, next(streams))
 
@@ -153,6 +161,7 @@ class Fit:
             options.sizes,
             options.balance_iterable,
             costs_of,
+            retry,
         )
         ranks, small = job.data_parallel_ranks(size), partial(job.small_group, size)
         gathering, several = AsyncAllGather(job.report_group(), size), view.count > 1
@@ -167,11 +176,12 @@ class Fit:
             engine.continue_from(former.engine)
         survives = options.on_peer_loss == "continue"
         step = TrainingStep(accounting, engine, nonfinite, collectives, several, survives)
+        drift = _drift_check(job)
         if former is not None and repartition is not None:
             nonfinite.continue_from(former.nonfinite)
             step.continue_from(former.step)
-            loaders.continue_from(former.loaders, repartition)
-        return cls(accounting, engine, step, loaders, nonfinite, BucketSize(), job.data_group, _drift_check(job))
+            loaders.continue_from(former.loaders, repartition)  # last: it changes loaders, which go on
+        return cls(accounting, engine, step, loaders, nonfinite, BucketSize(), job.data_group, drift)
 
 
 def _drift_check(job: Job) -> ParameterDriftCheck | None:

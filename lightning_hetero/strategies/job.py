@@ -306,6 +306,8 @@ class JobStrategy(DDPStrategy):
             self.collectives,
             lambda: self.trainer,
             self.make_engine,
+            lambda: self.accounting,
+            lambda operation: self.recovery.retry(operation),
             former,
             repartition,
         )
@@ -458,7 +460,7 @@ class JobStrategy(DDPStrategy):
 
     @property
     def shard_traffic(self) -> ShardTraffic | None:
-        """The movement of shards within the replica, if the model is sharded and its replica has several ranks."""
+        """The traffic of shards within the replica, if the model is sharded and its replica has several ranks."""
         return self.collaborators.nonfinite.shard_traffic if self.joined else None
 
     def share_buffers(self) -> None:

@@ -41,7 +41,6 @@ from lightning_hetero.elastic.join_requests import (
 )
 from lightning_hetero.elastic.protocol import AgreedView
 from lightning_hetero.errors import CommunicationError, HeteroError, JoinRefusedError, UnsupportedError, not_none
-from lightning_hetero.replicas.sharding import is_sharded
 from lightning_hetero.replicas.vectors import broadcast_tensors
 from lightning_hetero.strategies import saving
 from lightning_hetero.strategies.job import JobStrategy
@@ -49,23 +48,12 @@ from lightning_hetero.strategies.numbering import launched
 from lightning_hetero.strategies.options import Options
 from lightning_hetero.strategies.recovery_policy import JoinTicket, MembershipChange, Newcomers
 from lightning_hetero.strategies.signals import TERMINATED, sigterm_noted
-from lightning_hetero.strategies.trainer_checks import settings
+from lightning_hetero.strategies.trainer_checks import settings, unjoinable
 from lightning_hetero.version import __version__
 
 
-def incompatibility(ours: Mapping[str, Any], other: Mapping[str, Any], sharded: bool = False) -> str | None:
-    """The reason why a process cannot take part in a job; ``None`` if it can.
-
-    Args:
-        ours: values of the job that must be the same.
-        other: these values of the process.
-        sharded: whether the job's model is sharded.
-    """
-    if sharded:
-        return (
-            "the job's model is sharded, and nobody can join such a job yet. Let the job end, and start all its "
-            "processes again from a checkpoint."
-        )
+def incompatibility(ours: Mapping[str, Any], other: Mapping[str, Any]) -> str | None:
+    """The reason why a process that differs from the job in these values cannot take part; ``None`` if it can."""
     if other.get("version") != ours["version"]:
         return f"it runs lightning_hetero {other.get('version')}, the job {ours['version']}. Install the same version."
     for part, words in (("options", "options"), ("settings", "Trainer's settings")):
@@ -179,6 +167,7 @@ class ElasticJoin(Newcomers):
         self._first_store: dist.Store | None = None  # the launcher's, which later processes ask as well
         self._written: list[JobAddress] = []
         self._leaving: JoinTicket | None = None  # how this rank is about to begin again
+        self._unjoinable: str | None = None  # why nobody can join, also while a fit begins again
         self._came_later = False  # whether this process has joined a job that ran
 
     # -- a process that is started later -----------------------------------------------------------
@@ -382,15 +371,17 @@ class ElasticJoin(Newcomers):
         self._first_store = self._first_store or default_store()
         if strategy.job.view.rank != 0:
             return
+        self._unjoinable = unjoinable(strategy.accounting.loaders.sources(), strategy.module)
         if self._requests is None:
-            self._requests = JoinRequests(
-                strategy.interface,
-                lambda other: incompatibility(self.compatibility(), other, is_sharded(strategy.module)),
-            )
+            self._requests = JoinRequests(strategy.interface, self._refused)
             self._claim()
         self._written = self._written or self.addresses()
         for place in self._written:
             place.write(self._requests.address)
+
+    def _refused(self, other: Mapping[str, Any]) -> str | None:
+        """The reason why a process with these terms cannot take part; ``None`` if it can."""
+        return self._unjoinable or incompatibility(self.compatibility(), other)
 
     def _claim(self) -> None:
         """See that no other job has begun under the same file at the same time."""

@@ -28,6 +28,7 @@ from lightning_hetero.batching.sampler import (
     GroupedBatches,
     Position,
     RankSlot,
+    SharedBatches,
     ShareSampler,
     WholeBatches,
     check_enough,
@@ -209,6 +210,7 @@ class Loaders:
         balance_iterable: whether measured shares may move where ranks have data of their own.
         costs_of: what the samples of a map-style dataset or of a ``SharedStream`` cost, if that is known; given
             ``None`` for other data, it sees that no costs were asked for.
+        retry: calls a function of what ranks do together, and calls it again if a rank was lost meanwhile.
     """
 
     def __init__(
@@ -224,10 +226,12 @@ class Loaders:
         sized_by_user: bool,
         balance_iterable: bool,
         costs_of: Callable[[Any], SampleCosts | StreamCosts | None] = lambda dataset: None,
+        retry: Callable[[Callable[[], Any]], Any] = lambda operation: operation(),
     ) -> None:
         self._costs_of = costs_of
         self.rank, self.replica, self.planner = rank, replica, planner
         self._begin, self._broadcast, self._peers, self._size_of = begin, broadcast, peers, size_of
+        self._retry = retry
         self._global_batch_size = global_batch_size
         self._sized_by_user, self._balance_iterable = sized_by_user, balance_iterable
         self.combined: Callable[[], CombinedLoader | None] = lambda: None  # the Trainer's, once it has one
@@ -253,21 +257,32 @@ class Loaders:
         return self._evaluates_by
 
     def continue_from(self, former: "Loaders", repartition: Repartition) -> None:
-        """Go on with the loaders of an earlier view, in the midst of a fit."""
+        """Go on with the loaders of an earlier view, in the midst of a fit (collective)."""
+        kept = repartition.former_ranks
+        streams = [source for source in former.sources() if isinstance(source, Stream)]
+        peers = [self._peers(stream.peers.length).for_survivors(stream.peers, kept) for stream in streams]
+        # From here on nothing breaks.
+        for stream, ones in zip(streams, peers, strict=True):
+            stream.repartition(ones, kept, self.replica)
+            if isinstance(sizes := getattr(stream, "batch_sampler", None), VaryingBatchSizes):
+                sizes.share = self._own_share
         self.combined, self.seed_states, self.evaluated = former.combined, former.seed_states, former.evaluated
-        self.own_sizes = [former.own_sizes[rank] for rank in repartition.former_ranks]
+        self.own_sizes = [former.own_sizes[rank] for rank in kept]
         self.sizes = former.sizes
         self._trainer, planner = former._trainer, self.planner
-        if list(repartition.former_ranks) == list(range(former.planner.world)):  # nobody has left
+        if list(kept) == list(range(former.planner.world)):  # nobody has left
             self._evaluates_by = former._evaluates_by
         for evaluated in self.evaluated:
             evaluated.repartition(self.rank, planner.world, self.evaluation_plan, lambda: planner.limits_measured)
         for source in self.sources():
-            assert isinstance(source, ShareSampler)  # others are refused where lost ranks are survived
-            slot = RankSlot(self.rank, tuple(self.replica), self._cut, repartition.start)
-            source.repartition(slot, repartition.former_ranks, self._begin_pass)
-            source.before_draw = planner.ready
-            if isinstance(order := source.sampler, AgreedOrder):
+            if isinstance(source, Stream):
+                continue
+            batches: SharedBatches = source.batch_sampler if isinstance(source, SharedStreamLoader) else source
+            cut = self._cut if isinstance(batches, ShareSampler) else self._plan
+            slot = RankSlot(self.rank, tuple(self.replica), cut, repartition.start)
+            batches.repartition(slot, kept, self._begin_pass)
+            batches.before_draw = planner.ready
+            if isinstance(order := getattr(batches, "sampler", None), AgreedOrder):
                 order.agree_by(self._broadcast, lambda: self.rank == 0)
 
     # -- entry -------------------------------------------------------------------------------------
@@ -342,9 +357,15 @@ class Loaders:
 
     def next_step(self) -> int:
         """The first step that this rank has not drawn yet."""
-        samplers = [getattr(source, "batch_sampler", source) for source in self.sources()]
-        ahead = [s.next_step for s in samplers if isinstance(s, ShareSampler | VaryingBatchSizes | BatchRequests)]
-        return max(ahead, default=0)  # streams of the user's own sizes follow no plan
+        sources = self.sources()
+        sizes = [getattr(source, "batch_sampler", None) for source in sources]  # of samples that workers read ahead
+        ahead = [source.next_step for source in sources]
+        return max([*ahead, *(one.next_step for one in sizes if isinstance(one, VaryingBatchSizes))], default=0)
+
+    @property
+    def own_streams(self) -> bool:
+        """Whether each rank has training data of its own, which no other rank reads."""
+        return any(isinstance(source, Stream) for source in self.sources())
 
     def take(self) -> Drawn:
         """The draw for the batch that is about to be trained on: samples of all loaders together."""
@@ -402,9 +423,10 @@ class Loaders:
     def _shared(self, loader: Any, costs: StreamCosts | None) -> SharedStreamLoader:
         total = self._batch_size(loader)
         self.planner.expect(total)
-        requests = BatchRequests(total, self.planner.ready, self._begin_pass)
+        requests = BatchRequests(total, RankSlot(self.rank, tuple(self.replica), self._plan), self._begin_pass)
+        requests.before_draw = self.planner.ready
         add_worker_init_fn(loader, self.rank)
-        return SharedStreamLoader(loader, requests, self.rank, self.replica, self.planner.least, costs)
+        return SharedStreamLoader(loader, requests, self.planner.least, costs)
 
     def _stream(self, loader: Any, kind: str) -> Stream:
         usual = None  # samples in a batch, if the loaders of all ranks are made for the same number
@@ -422,16 +444,15 @@ class Loaders:
             total = self._batch_size(loader)
             self.planner.expect(total)
             loader = copy.copy(loader)  # the user's own stays as it is
-            share = VaryingBatchSizes(
-                lambda step: self.planner.ready(step).split([total])[0][self.rank], lambda: self._begin().step
-            )
+            share = VaryingBatchSizes(self._own_share, lambda: self._begin().step)
             object.__setattr__(loader, "batch_sampler", share)
         add_worker_init_fn(loader, self.rank)
         lengths = gather(None if kind == "resizable stream" else sized_len(loader), "the lengths of dataloaders")
         if all(length is not None for length in lengths):
             longest, own = max(lengths), max(lengths[rank] for rank in self.replica)
-            return SizedStream(loader, self._size_of, self._begin, self._peers(longest), longest, own, usual)
-        return Stream(loader, self._size_of, self._begin, self._peers(None), usual)
+            peers = self._peers(longest)
+            return SizedStream(loader, self._size_of, self._begin, peers, longest, own, usual, self._retry)
+        return Stream(loader, self._size_of, self._begin, self._peers(None), usual, self._retry)
 
     def _evaluated_stream(self, loader: Any, name: str, trainer: "pl.Trainer") -> object:
         if trainer.state.fn == TrainerFn.FITTING and sized_len(loader) is None and trainer.limit_val_batches == 1.0:
@@ -448,11 +469,20 @@ class Loaders:
             loader, name, lengths, lambda value: gather(value, f"how far ranks are with {name} data"), not may_be_empty
         )
 
+    def _own_share(self, step: int) -> int:
+        """Samples of this rank's own data for a step."""
+        return self.planner.ready(step).split([self.planner.total])[0][self.rank]
+
+    def _plan(self, step: int) -> tuple[Plan, bool]:
+        """The split of a shared stream's batch, and whether ranks get the rest of a division in turn."""
+        return self.planner.at(step), self.planner.rotates
+
     def _cut(
         self, sampler: ShareSampler, step: int, in_epoch: int, batch: list[int]
     ) -> tuple[list[int], Sequence[int]]:
         """Cut one loader's batch by cost, or by samples, in proportion to those of loaders that it is combined with."""
-        plan, turn, combined = self.planner.at(step), self.planner.turn(step), self.combined()
+        plan, combined = self.planner.at(step), self.combined()
+        turn = in_epoch if self.planner.rotates else None  # as `Planner.turn`, of the epoch to which the step belongs
         sources = self.sources()
         if combined is None or len(sources) <= 1:
             if sampler.costs is not None and not plan.by_samples:

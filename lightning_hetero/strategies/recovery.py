@@ -108,8 +108,7 @@ class PeerRecovery(RecoveryPolicy):
         center = getattr(getattr(strategy, "algorithm", None), "center", None)
         sources, name = strategy.accounting.loaders.sources(), type(strategy).__name__
         callbacks = strategy.trainer.callbacks  # type: ignore[attr-defined]
-        least, module = strategy.options.min_replicas, strategy.module
-        return unsurvivable(view, least, sources, callbacks, center, name, module)
+        return unsurvivable(view, strategy.options, sources, callbacks, center, name, strategy.module)
 
     def _watch_each_other(self, job: Job) -> None:
         """Begin to take part in the membership of a view (collective)."""
@@ -288,6 +287,7 @@ class PeerRecovery(RecoveryPolicy):
         membership = self._watched
         me, own, lost, known = membership.me, self._progress(), dict[int, str](), dict[int, int]()
         began, limit = time.monotonic(), self._strategy.options.limit.total_seconds()
+        own_streams = dict[int, float]()  # samples of lost ranks in what was drawn, by the view in which it was
         self._in_step = False
         while True:
             threads.abort_sockets()  # this thread has noticed the loss, other threads of this rank need not have
@@ -296,7 +296,7 @@ class PeerRecovery(RecoveryPolicy):
             if LEFT_FIT in map(tuple, agreed.progress.values()):  # others have left the fit, and this rank was about to
                 raise self._newcomers.again(agreed, self._store if agreed.host == me else None)
             try:
-                missed, counted = self._rejoin(agreed, own, lost, known)
+                missed, counted = self._rejoin(agreed, own, lost, known, own_streams)
                 break
             except RuntimeError as error:  # one more was lost meanwhile
                 if not is_communication_error(error):
@@ -331,7 +331,12 @@ class PeerRecovery(RecoveryPolicy):
         return Progress(*come, accounting.step, accounting.met if engine.lockstep else 0)
 
     def _rejoin(
-        self, agreed: AgreedView, own: Progress, lost: dict[int, str], known: dict[int, int]
+        self,
+        agreed: AgreedView,
+        own: Progress,
+        lost: dict[int, str],
+        known: dict[int, int],
+        own_streams: dict[int, float],
     ) -> tuple[MissedWork, LostSamples]:
         strategy, collectives = self._strategy, self._collectives
         me, before = self._watched.me, strategy.job.view
@@ -349,15 +354,21 @@ class PeerRecovery(RecoveryPolicy):
             replica = [all_progress[rank] for rank in job.view.replica.ranks]
             step = own.step < max(progress.step for progress in replica)
             exchange = strategy.engine.lockstep and own.exchanges < max(progress.exchanges for progress in all_progress)
+            if own_data := strategy.accounting.loaders.own_streams:
+                own_streams[before.number] = strategy.accounting.drawn_for_others(former_ranks, step)
             strategy.continue_with(job, repartition, exchange, reports.index(max(reports)), self._past)
             self._accounting = strategy.accounting
             strategy.copy_states([progress.step for progress in all_progress])
-            return MissedWork(step, exchange), count(lost, known, all_progress, self._past, job.view.ranks_leave)
+            drawn = sum(own_streams.values()) if own_data else None
+            alike = job.view.ranks_leave
+            return MissedWork(step, exchange), count(lost, known, all_progress, self._past, alike, drawn)
 
     def _tell(self, lost: dict[int, str], counted: LostSamples, seconds: float) -> None:
         view, step = self._strategy.job.view, self._strategy.trainer.global_step
         sizes, (samples, bound) = (view.world, len(view.units)), counted
-        self.losses.append(MembershipChange(view.number, lost, *sizes, seconds, samples, step, bound=bound))
+        own = self._strategy.accounting.loaders.own_streams
+        change = MembershipChange(view.number, lost, *sizes, seconds, samples, step, bound=bound, own_streams=own)
+        self.losses.append(change)
         self.losses[-1].warn(view)
 
 

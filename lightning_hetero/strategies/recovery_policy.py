@@ -125,12 +125,18 @@ class LostSamples(NamedTuple):
 
 
 def count(
-    lost: Mapping[int, str], known: Mapping[int, int], all_progress: Sequence[Progress], past: ShareHistory, alike: bool
+    lost: Mapping[int, str],
+    known: Mapping[int, int],
+    all_progress: Sequence[Progress],
+    past: ShareHistory,
+    alike: bool,
+    own: float | None = None,
 ) -> LostSamples:
     """Count the samples that were drawn for lost ranks, and that they have not trained on (collective).
 
     A rank tells with its heartbeats how many steps it has done, so it may have done more. Where all ranks exchange
-    after the same steps it has done those, too, after which all have met.
+    after the same steps it has done those, too, after which all have met. Where each rank reads a stream of its own,
+    others know only how many samples a rank of their replica has drawn.
 
     Args:
         lost: by their ids.
@@ -138,10 +144,13 @@ def count(
         all_progress: of the ranks that remain.
         past: what each rank was to take.
         alike: whether all ranks take every step together, so that nobody can have done more or fewer than these.
+        own: samples that the lost ranks are known to have drawn of streams of their own, and not trained on.
 
     Returns:
         The same on all ranks, which need not remember plans equally far back.
     """
+    if own is not None:
+        return LostSamples(round(max(gather(own, "samples that are lost"))), AT_LEAST)
     least = min(progress.batch for progress in all_progress)
     met = max(progress.met for progress in all_progress)
     first = {id: max(known.get(id, 0), met) for id in lost if id in known or met > 0}
@@ -172,6 +181,7 @@ class MembershipChange:
         joined: ranks that have joined, by their numbers since then.
         step: the Trainer's ``global_step`` then.
         at: when this rank went on, by ``time.perf_counter()``.
+        own_streams: whether the lost ranks had data of their own, which nobody else reads.
     """
 
     view: int
@@ -184,6 +194,7 @@ class MembershipChange:
     joined: tuple[int, ...] = ()
     at: float = field(default_factory=time.perf_counter, compare=False)
     bound: str = ""
+    own_streams: bool = False
 
     def warn(self, view: "View") -> None:
         """Tell the user who was lost, if anybody was.
@@ -195,6 +206,13 @@ class MembershipChange:
             return
         who = "; ".join(f"rank {id} {how}" for id, how in sorted(self.lost.items()))
         left = sentence(self.samples, self.bound, "that they had still to take")
+        if self.own_streams:
+            numbers = ", ".join(map(str, sorted(self.lost)))
+            left += (
+                f" What was left of the training data of rank(s) {numbers} is gone: each rank reads a part of its own, "
+                "which no other rank reads. Wrap the dataset in lightning_hetero.SharedStream, and those that remain "
+                "share what is left."
+            )
         rest = f"{view.world} rank(s)" if view.ranks_leave else f"{view.count} replica(s) with {view.world} rank(s)"
         with suppress(UserWarning):  # also where warnings are errors
             warnings.warn(

@@ -16,13 +16,14 @@ from torch.utils.data import DistributedSampler
 
 from lightning_hetero.algorithms.base import Averager
 from lightning_hetero.algorithms.engine import listed
-from lightning_hetero.batching.sampler import ShareSampler
+from lightning_hetero.batching.streams import Stream
 from lightning_hetero.comm.agreement import check_equal, gather, raise_on_all
 from lightning_hetero.comm.compression import encoding_of
 from lightning_hetero.comm.view import View
 from lightning_hetero.errors import ConfigurationError, HeteroError, UnsupportedError
 from lightning_hetero.lightning_compat import saves_by_time, validation_interval
 from lightning_hetero.replicas.sharding import is_dtensor, is_sharded
+from lightning_hetero.strategies.options import Options
 from lightning_hetero.strategies.weight_averaging import averages_weights
 
 if TYPE_CHECKING:
@@ -237,8 +238,8 @@ def restore_trainable(module: torch.nn.Module, trainable: Mapping[str, bool]) ->
 
 def unsurvivable(
     view: View,
-    least: int,
-    sources: Iterable[Any],
+    options: Options,
+    sources: Sequence[Any],
     callbacks: Iterable[Callback],
     center: str | None,
     strategy: str,
@@ -248,7 +249,7 @@ def unsurvivable(
 
     Args:
         view: who takes part.
-        least: the option ``min_replicas``.
+        options: of the strategy.
         sources: of the training data.
         callbacks: of the Trainer.
         center: where the algorithm has its center, if it has one.
@@ -257,26 +258,22 @@ def unsurvivable(
     """
     if is_sharded(module) and (why := _shards_need_all(view)) is not None:
         return UnsupportedError(f"on_peer_loss='continue' with a sharded model: {why}")
-    found = len(view.units)
+    found, least = len(view.units), options.min_replicas
     if found < least:
         what = "ranks" if view.ranks_leave else "replicas"
         return ConfigurationError(
             f"min_replicas={least}, but this job has {found} {what}. Start more, or ask for fewer."
         )
-    others = [source for source in sources if not isinstance(source, ShareSampler)]
-    if any(isinstance(getattr(source, "sampler", None), DistributedSampler) for source in others):
+    own = [source for source in sources if isinstance(source, Stream)]
+    if any(isinstance(getattr(source, "sampler", None), DistributedSampler) for source in own):
         return UnsupportedError(
             "on_peer_loss='continue' with a DistributedSampler that you have made: it gives each rank a fixed part of "
             "the samples, and those of a lost rank could not be given to others. Leave the DistributedSampler out, and "
             "keep use_distributed_sampler=True: this package then splits the samples, and splits them again when a "
             "rank is lost."
         )
-    if others:
-        return UnsupportedError(
-            "on_peer_loss='continue' needs a map-style training dataset, which the ranks that remain can split again. "
-            "What an iterable dataset has given to a lost rank cannot be given to others. Use a map-style dataset, or "
-            "on_peer_loss='error' with checkpoints to start again from."
-        )
+    if options.join_file is not None and (problem := unjoinable(sources, module)) is not None:
+        return UnsupportedError(f"join_file={options.join_file!r}, but nobody could join this fit: {problem}")
     names = [type(callback).__name__ for callback in callbacks if averages_weights(callback)]
     if names and view.count > 1:
         return UnsupportedError(
@@ -311,6 +308,27 @@ def _shards_need_all(view: View) -> str | None:
     if sizes != {1} and not hasattr(torch.distributed.fsdp.FSDPModule, "reset_iter_state"):
         return f"PyTorch {torch.__version__} cannot repeat a step that has broken. Install 2.13 or later."
     return None
+
+
+def unjoinable(sources: Sequence[Any], module: torch.nn.Module) -> str | None:
+    """The reason why no process could join a fit, and what to do; ``None`` if one can.
+
+    Args:
+        sources: of the training data.
+        module: the model.
+    """
+    if is_sharded(module):
+        return (
+            "the model is sharded, and nobody can join such a job yet. Let the job end, and start all its processes "
+            "again from a checkpoint."
+        )
+    if not any(isinstance(source, Stream) for source in sources):
+        return None
+    return (
+        "each rank reads training data of its own, an iterable dataset or a loader that you have sharded. With other "
+        "ranks these parts are others, and nobody could tell which samples are trained on already. Wrap the dataset in "
+        "lightning_hetero.SharedStream, or use a map-style dataset, which this package splits."
+    )
 
 
 def say_what_launchers_do(name: str) -> None:

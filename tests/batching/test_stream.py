@@ -1,23 +1,39 @@
 """Ranks with streams of their own, one thread each."""
 
 import copy
+import random
 import threading
+from itertools import count, islice
 
 import pytest
+from torch.distributed import HashStore
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_hetero.batching.sampler import Drawn, Position
-from lightning_hetero.batching.streams import SizedStream, StepTally, Stream, VaryingBatchSizes
+from lightning_hetero.batching.planner import Plan
+from lightning_hetero.batching.sample_costs import StreamCosts
+from lightning_hetero.batching.sampler import Drawn, Position, RankSlot
+from lightning_hetero.batching.shares import Cost
+from lightning_hetero.batching.streams import (
+    BatchRequests,
+    SharedStream,
+    SharedStreamLoader,
+    SizedStream,
+    StepTally,
+    Stream,
+    VaryingBatchSizes,
+)
+from lightning_hetero.comm.progress import DataProgress, DataProgressTracker
+from lightning_hetero.comm.retry import NumberedResults
 from lightning_hetero.errors import DataError
 
 
 class OneReplica:
-    """Peers that average gradients at every step, and sum their tallies with a given function."""
+    """Peers that average gradients at every step, and exchange their tallies with a given function."""
 
-    def __init__(self, sum_up=lambda tally: tally):
-        self.sum = self.sum_all = sum_up
+    def __init__(self, of_replica=lambda tally: {0: tally}):
+        self.of_replica, self.of_all = of_replica, lambda tally: StepTally.over(of_replica(tally).values())
 
-    def begin(self):
+    def begin(self, number):
         pass
 
     def compare(self, batch):
@@ -32,7 +48,7 @@ def nothing():
 
 
 class Wire:
-    """Sums what each rank gives, when all have given."""
+    """Gives all ranks what each has given, when all have."""
 
     def __init__(self, world):
         self.world, self.given, self.exchanges = world, [None] * world, 0
@@ -41,15 +57,15 @@ class Wire:
     def exchange(self, rank):
         """The peers of a rank where there is one replica."""
 
-        def sum_up(tally):
+        def of_replica(tally):
             self.given[rank] = tally
             self.barrier.wait()
-            total = StepTally(*map(sum, zip(*self.given, strict=True)))
+            everyone = dict(enumerate(self.given))
             self.exchanges += rank == 0
             self.barrier.wait()
-            return total
+            return everyone
 
-        return OneReplica(sum_up)
+        return OneReplica(of_replica)
 
 
 def run(streams, wire, steps=None):
@@ -188,3 +204,112 @@ def test_what_was_drawn_before_a_cut_is_void():
 def test_a_stream_can_be_copied():
     stream = copy.copy(Stream(Loader(), len, nothing, OneReplica()))
     assert list(stream) == [[1]]
+
+
+class Shared:
+    """Ranks that read one stream, one after the other in one process, and lose some of them."""
+
+    def __init__(self, world, samples, workers=0, costs=None):
+        self.world, self.step, self.ranks = world, 0, list(range(world))
+        self.plans = [Plan(0, (Cost(0.0, 1.0),) * world, (0,) * world, (10**6,) * world)]
+        self.loaders = []
+        for rank in range(world):
+            slot = RankSlot(rank, tuple(range(world)), self._plan())
+            requests = BatchRequests(12, slot, lambda: Position(0, 0, 0))
+            loader = DataLoader(SharedStream(Endless(samples)), batch_size=4, num_workers=workers)
+            self.loaders.append(SharedStreamLoader(loader, requests, 1, costs))
+        self.drawn = [0] * world
+
+    def _plan(self):
+        plan = self.plans[-1]
+        return lambda step: (plan, False)
+
+    def lose(self, lost):
+        """The others share the batches from the first step that none of them has asked for."""
+        kept = [now for now, rank in enumerate(self.ranks) if rank != lost]
+        self.ranks = [self.ranks[now] for now in kept]
+        world = len(kept)
+        self.plans.append(Plan(0, (Cost(0.0, 1.0),) * world, (0,) * world, (10**6,) * world))
+        start = max(self.loaders[rank].next_step for rank in self.ranks)
+        for now, rank in enumerate(self.ranks):
+            slot = RankSlot(now, tuple(range(world)), self._plan(), start)
+            self.loaders[rank].batch_sampler.repartition(slot, kept, lambda: Position(0, 0, 0))
+        return start
+
+
+@pytest.mark.parametrize("costs", [None, StreamCosts("a cost", lambda sample: 1 + sample % 7, False)])
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("seed", range(5))
+def test_ranks_of_a_shared_stream_are_lost_wherever_the_others_are(seed, workers, costs):
+    """Steps that somebody has asked for stay as they are; from the next one on nothing is missing."""
+    rng = random.Random(seed)
+    job = Shared(4, 173, workers, costs)
+    streams = [iter(loader) for loader in job.loaders]
+    taken = [[] for _ in streams]  # of each rank, by step: samples, and what counts with the others'
+    starts, lost = [], []
+    when = sorted(rng.sample(range(20), 2))
+    for turn in count():
+        alive = job.ranks
+        if turn in when:
+            lost.append(rng.choice(alive))
+            starts.append(job.lose(lost[-1]))
+            continue
+        rank = rng.choice([rank for rank in alive if len(taken[rank]) == min(len(taken[r]) for r in alive)])
+        for batch in islice(streams[rank], rng.randint(1, 2)):
+            drawn = job.loaders[rank].drawn[-1]
+            taken[rank].append(batch.tolist()[: drawn.samples])
+        if all(len(taken[rank]) == 15 for rank in job.ranks):
+            break
+    assert len(lost) == 2
+    for step in range(15):
+        samples = [sample for rank in job.ranks for sample in taken[rank][step]]
+        whole = list(range(12 * step, min(12 * step + 12, 173)))
+        assert len(samples) == len(set(samples))
+        assert set(samples) <= set(whole)
+        if step >= starts[-1]:
+            assert (sorted(samples) if costs else samples) == whole
+        draws = [job.loaders[rank].drawn[step] for rank in job.ranks]  # nobody has taken one
+        assert {drawn.total for drawn in draws} == {len(samples)}
+        assert [drawn.samples for drawn in draws] == [len(taken[rank][step]) for rank in job.ranks]
+        if costs:  # in that of a mean sample of the global batch
+            mean = sum(map(costs.ask, whole)) / len(whole)
+            for drawn, rank in zip(draws, job.ranks, strict=True):
+                own = sum(map(costs.ask, taken[rank][step]))
+                assert drawn.cost == pytest.approx(own / mean) if own else drawn.cost > 0  # of padding
+    for stream in streams:
+        stream.close()
+
+
+def test_who_has_missed_a_result_gets_it_from_who_has_it():
+    ahead, behind = NumberedResults(), NumberedResults()
+    assert [ahead.once(lambda: 5), behind.once(lambda: 5)] == [5, 5]
+    assert ahead.once(lambda: 7) == 7
+    with pytest.raises(ConnectionError):
+        behind.once(lambda: (_ for _ in ()).throw(ConnectionError()))
+    number, result = max(ahead.latest, behind.latest)
+    assert (number, behind.calls) == (1, 1)
+    behind.received[number] = result
+    assert behind.latest == ahead.latest  # should the one that was ahead be lost now
+    assert behind.once(pytest.fail) == 7
+    assert (behind.calls, behind.latest) == (ahead.calls, ahead.latest)
+
+
+def test_replicas_run_as_many_batches_as_the_one_that_knows_of_most():
+    """A replica is lost that had more batches than the others. One of them had read this, and has run padding."""
+    store = HashStore()
+    trackers = [DataProgressTracker(store, [0, 1, 2], replica, 5.0) for replica in range(3)]
+    for tracker in trackers:
+        tracker.begin(1)
+    trackers[0].write(DataProgress(3, True))
+    trackers[2].write(DataProgress(7, False))
+    assert trackers[0].beyond(6)
+    trackers[1].write(DataProgress(4, False))
+    rest = [DataProgressTracker(other := HashStore(), [0, 1], 0, 5.0), DataProgressTracker(other, [0, 1], 1, 5.0)]
+    for tracker, former in zip(rest, trackers, strict=False):
+        tracker.continue_from(former)
+    rest[1].write(DataProgress(5, True))
+    for tracker in rest:
+        assert [tracker.beyond(drawn) for drawn in (4, 6, 7)] == [True, True, False]
+    for tracker in rest:
+        tracker.begin(2)
+    assert not store.check(["pass 2 of replica 0"])

@@ -21,7 +21,6 @@ from torch.utils.data import DataLoader
 
 from lightning_hetero.callbacks import ResumableCheckpoint
 from lightning_hetero.errors import CheckpointError, HeteroError, NotFiniteError, UnsupportedError
-from lightning_hetero.strategies import join
 from lightning_hetero.strategies.table import ENTRIES
 
 STRATEGIES = {entry.name: entry.strategy for entry in ENTRIES}
@@ -548,6 +547,12 @@ REFUSED: dict[str, tuple[str, type[Any], dict[str, Any], str]] = {
     "gossip": ("hetero_gossip", ShardedNet, {"replica": "node", "ranks_per_node": [2, 1]}, "replicas of one size"),
     "wire": ("hetero_node", ShardedNet, {"wire": "int8", "ranks_per_node": [2, 1]}, "a low-bit wire with a sharded"),
     "auto": ("hetero_auto", ShardedNet, {}, "hetero_auto"),
+    "join": (
+        "hetero_node",
+        ShardedNet,
+        {"on_peer_loss": "continue", "join_file": "no such file", "ranks_per_node": 1},
+        "nobody could join this fit: the model is sharded, and nobody can join such a job yet",
+    ),
 }
 
 
@@ -719,7 +724,3 @@ def work() -> float:
 def test_waiting_for_shards_is_not_work() -> None:
     quick, slow = run(work, 2)
     assert 0.05 < slow - quick < 0.15
-
-
-def test_nobody_joins_a_sharded_model() -> None:
-    assert "nobody can join such a job yet" in (join.incompatibility({}, {}, sharded=True) or "")
