@@ -17,8 +17,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
+from lightning_hetero import SharedStream
 from lightning_hetero.callbacks import ResumableCheckpoint
 from lightning_hetero.errors import CheckpointError, HeteroError, NotFiniteError, UnsupportedError
 from lightning_hetero.strategies.table import ENTRIES
@@ -724,3 +725,31 @@ def work() -> float:
 def test_waiting_for_shards_is_not_work() -> None:
     quick, slow = run(work, 2)
     assert 0.05 < slow - quick < 0.15
+
+
+class Numbers(IterableDataset):
+    """The samples of the data set, one after the other."""
+
+    def __iter__(self) -> Any:
+        return iter(dataset(96))
+
+    def __len__(self) -> int:
+        return 96
+
+
+def streamed(shards: bool, **options: Any) -> list[torch.Tensor]:
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view|Your `IterableDataset` has `__len__`")
+    module = TensorParallel()
+    module.shards = shards
+    strategy = STRATEGIES["hetero_ddp"](balance=[3.0, 1.0], **options)
+    trainer = pl.Trainer(strategy=strategy, max_epochs=1, **FAST)
+    trainer.fit(module, DataLoader(SharedStream(Numbers()), batch_size=4))
+    found = whole(module)
+    dist.barrier()
+    return found
+
+
+def test_ranks_that_split_layers_share_a_stream() -> None:
+    ours = run(streamed, 4, True, tensor_parallel_size=2)
+    theirs = run(streamed, 2, False)
+    assert all(distance(theirs[0], each) < 1e-10 for each in ours)
