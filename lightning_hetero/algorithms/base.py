@@ -338,7 +338,8 @@ class Averager(Stateful, ABC):
                 "arrive(self, pending, step), which applies an exchange when it has passed. Add one."
             )
         self.replica, self.links, self._optimizers, self.run = replica, links, optimizers, run or FitInfo()
-        links.lay_out(replica.segments)
+        if replica.segments is not None:
+            links.lay_out(replica.segments)
         # Memory for the next exchange, empty where something else uses it: for this replica's values, and the mean.
         self._packed = replica.pack()
         self._spare: list[Tensor] = []

@@ -119,9 +119,10 @@ def test_objects_leave_a_process_in_one_place() -> None:
 
 
 def test_files_are_written_by_plugins() -> None:
-    """They get what `portable` has made, and so do those of the users."""
+    """They get what `portable` has made, and so do those of the users; directories of shards are PyTorch's."""
     written = _calls(_FILES, {"torch"})
-    assert set(written) == {"checkpoint/writer.py"}
+    assert set(written) == {"checkpoint/writer.py", "checkpoint/directory.py"}
+    assert "torch.save(portable(" in (PACKAGE / "checkpoint/directory.py").read_text()
     callers: dict[str, Any] = _calls(
         {"save_checkpoint"}, {"files", "self._files", "self.checkpoint_io", "strategy.checkpoint_io"}
     )
