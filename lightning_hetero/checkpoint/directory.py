@@ -9,12 +9,15 @@ import shutil
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from fsspec.core import url_to_fs
+from fsspec.implementations.local import LocalFileSystem
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import (
@@ -23,9 +26,9 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
-from torch.distributed.fsdp import FullyShardedDataParallel, OptimStateKeyType
 from torch.optim import Optimizer
 
+from lightning_hetero.comm.agreement import gather
 from lightning_hetero.comm.object_collectives import portable
 from lightning_hetero.errors import CheckpointError
 from lightning_hetero.replicas.sharding import is_dtensor
@@ -42,7 +45,31 @@ def is_directory(path: Any) -> bool:
 
 def optimizer_state(module: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     """An optimizer's state by the names of parameters, its tensors in shards."""
-    return get_optimizer_state_dict(module, getattr(optimizer, "optimizer", optimizer))
+    own = getattr(optimizer, "optimizer", optimizer)
+    return get_optimizer_state_dict(module, own) if own.state else _without_state(module, own)
+
+
+def _without_state(module: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+    """The same of an optimizer that has no state: PyTorch would let it step, to have one."""
+    names = {id(p): name for name, p in module.named_parameters()}
+    groups = [{**group, "params": [names[id(p)] for p in group["params"]]} for group in optimizer.param_groups]
+    return {"state": {}, "param_groups": groups}
+
+
+def _named(state: Mapping[str, Any], module: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+    """An optimizer's ``state_dict()`` by the names of parameters instead of their numbers."""
+    own = _without_state(module, optimizer)["param_groups"]
+    groups = [{**saved, "params": group["params"]} for saved, group in zip(state["param_groups"], own, strict=True)]
+    numbers = chain(*(group["params"] for group in state["param_groups"]))
+    names = dict(zip(numbers, chain(*(group["params"] for group in groups)), strict=True))
+    return {"state": {names[number]: values for number, values in state["state"].items()}, "param_groups": groups}
+
+
+def _numbered(state: Mapping[str, Any]) -> dict[str, Any]:
+    """The reverse of :func:`_named`."""
+    numbers = {name: i for i, name in enumerate(chain(*(group["params"] for group in state["param_groups"])))}
+    groups = [{**group, "params": [numbers[name] for name in group["params"]]} for group in state["param_groups"]]
+    return {"state": {numbers[name]: values for name, values in state["state"].items()}, "param_groups": groups}
 
 
 def save(checkpoint: dict[str, Any], path: Any, group: dist.ProcessGroup | None, first: bool) -> None:
@@ -54,17 +81,22 @@ def save(checkpoint: dict[str, Any], path: Any, group: dist.ProcessGroup | None,
         group: of the ranks of the replica, over gloo; ``None``: this rank is alone.
         first: whether this is the first of them.
     """
+    if not isinstance(url_to_fs(str(path))[0], LocalFileSystem):
+        raise CheckpointError(
+            f"{path} is not in a local file system, to which a sharded model is saved as a directory. Give a local "
+            "path; or save_distributed_checkpoint=False, which writes one file by the Trainer's plugin."
+        )
     target = Path(str(path))
+    if target.is_symlink() and first:
+        target.unlink()
     half, old = target.with_name(f"saving-{target.name}"), target.with_name(f"former-{target.name}")
     rest = dict(checkpoint)
     parts = {"state_dict": rest.pop("state_dict")}
     parts |= {f"optimizer_{i}": state for i, state in enumerate(rest.pop("optimizer_states", []))}
-    if first:
-        for left in (half, old):
-            shutil.rmtree(left, ignore_errors=True)
-        half.mkdir(parents=True)
-    if group is not None:
-        dist.barrier(group)
+    problem = _made(half, old) if first else None
+    for text in [problem] if group is None else gather(problem, "whether a checkpoint's folder can be made", group):
+        if text is not None:
+            raise CheckpointError(f"{path} cannot be written: {text}")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of PyTorch's, about its own storage
         dcp.save(parts, checkpoint_id=half, process_group=group, no_dist=group is None)
@@ -78,30 +110,37 @@ def save(checkpoint: dict[str, Any], path: Any, group: dist.ProcessGroup | None,
         shutil.rmtree(old, ignore_errors=True)
 
 
+def _made(half: Path, old: Path) -> str | None:
+    """Make the folder that is to be filled; why not, if so."""
+    try:
+        for left in (half, old):
+            shutil.rmtree(left, ignore_errors=True)
+        half.mkdir(parents=True)
+    except OSError as error:
+        return str(error)
+    return None
+
+
 def remove(path: Any) -> None:
     """Remove a directory, if one is there, before a file takes its name."""
-    if is_directory(path):
+    if Path(str(path)).is_symlink():
+        Path(str(path)).unlink()
+    elif is_directory(path):
         shutil.rmtree(str(path))
 
 
-def gathered(checkpoint: dict[str, Any], module: nn.Module, first: bool) -> dict[str, Any]:
+def gathered(checkpoint: dict[str, Any], first: bool) -> dict[str, Any]:
     """The same checkpoint as an ordinary file holds it, on the first rank of a replica (collective over the replica).
 
     One tensor at a time is gathered.
 
     Args:
         checkpoint: of Lightning, the model and the optimizers' states in shards.
-        module: the model.
         first: whether this is the first rank of the replica.
     """
     whole = _whole(checkpoint, first)
-    if first:
-        named = OptimStateKeyType.PARAM_ID
-        states = [
-            FullyShardedDataParallel.rekey_optim_state_dict(state, named, module)
-            for state in whole.get("optimizer_states", [])
-        ]
-        whole |= {"optimizer_states": states} if states else {}
+    if first and "optimizer_states" in whole:
+        whole["optimizer_states"] = [_numbered(state) for state in whole["optimizer_states"]]
     return whole
 
 
@@ -169,17 +208,22 @@ def load_optimizers(checkpoint: Mapping[str, Any], module: nn.Module, optimizers
     """
     path = checkpoint.get(SHARDS)
     for i, optimizer in enumerate(optimizers):
-        own, options = getattr(optimizer, "optimizer", optimizer), StateDictOptions()
+        own, options, name = getattr(optimizer, "optimizer", optimizer), StateDictOptions(), f"optimizer_{i}"
         if path is None:
-            named = OptimStateKeyType.PARAM_NAME
-            found = FullyShardedDataParallel.rekey_optim_state_dict(checkpoint["optimizer_states"][i], named, module)
+            found = _named(checkpoint["optimizer_states"][i], module, own)
             options = StateDictOptions(full_state_dict=True)
         else:
-            name = f"optimizer_{i}"
-            state = {name: get_optimizer_state_dict(module, own)}
             with _explained(path):
+                saved = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+                has_state = any(key.startswith(f"{name}.state.") for key in saved)
+                state = {name: get_optimizer_state_dict(module, own) if has_state else _without_state(module, own)}
                 _read_into(state, path, strict=True)
             found = state[name]
+        if not found["state"]:
+            own.state.clear()
+            for group, values in zip(own.param_groups, found["param_groups"], strict=True):
+                group.update({key: value for key, value in values.items() if key != "params"})
+            continue
         set_optimizer_state_dict(module, own, optim_state_dict=found, options=options)
 
 

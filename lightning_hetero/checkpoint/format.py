@@ -168,8 +168,8 @@ def replica_mismatch(checkpoint: Mapping[str, Any], who: CheckpointIdentity, vie
     if len(ids) != view.count or ranks != view.world:
         then = f"{len(ids)} replicas with {ranks} ranks"
         return f"The checkpoint was saved by {then}; this job has {view.count} with {view.world}."
-    if saved["sharded"] != sharded:
-        then, now = ("in shards", "whole") if saved["sharded"] else ("whole", "in shards")
+    if saved.get("sharded", False) != sharded:
+        then, now = ("in shards", "whole") if not sharded else ("whole", "in shards")
         return f"The checkpoint holds the states of replicas {then}; here they are {now}."
     here = [member.id for member in view.replicas]
     return None if ids == here else f"The checkpoint was saved by replicas {ids}; this job has {here}."

@@ -91,7 +91,7 @@ def problem(module: nn.Module, mesh: Any, ranks: Sequence[int]) -> HeteroError |
             "ranks of a replica have devices of one kind."
         )
     averages = mesh.size() > mesh.size(1)  # and does not only split layers
-    plain = [name for name, p in module.named_parameters() if averages and p.requires_grad and not is_dtensor(p)]
+    plain = [name for name, p in module.named_parameters() if averages and not is_dtensor(p)]
     if plain:
         return UnsupportedError(
             f"{plain[0]!r} is not sharded, and other parameters are: its gradient would not be averaged. Call "
@@ -201,6 +201,12 @@ class ShardTraffic:
         """Give all ranks of the replica the buffers of its first (collective over it)."""
         for buffer in module.buffers():
             dist.broadcast(local(buffer), group=self._group, group_src=0)
+
+    def share_unsharded(self, module: nn.Module) -> None:
+        """Give all ranks of the replica what its first has of all that is not sharded (collective over it)."""
+        for value in (*module.parameters(), *module.buffers()):
+            if not is_dtensor(value):
+                dist.broadcast(value.detach(), group=self._group, group_src=0)
 
     def on_any_rank(self, flag: bool | Tensor) -> bool | Tensor:
         """Whether a flag is true on any rank of the replica (collective over it); beyond the CPU a tensor."""

@@ -471,7 +471,8 @@ def broadcast_shards(module: nn.Module, columns: Columns, groups: Groups) -> Non
     """
     values = [*module.named_parameters(), *module.named_buffers()]
     for number, ranks in enumerate(columns.ranks):
-        group = groups.get("values of the first replica", ranks)
+        if (group := groups.get("values of the first replica", ranks)) is None:
+            continue  # there is one replica
         pieces: dict[torch.dtype, list[Tensor]] = {}
         for name, value in values:
             for column, piece, _ in columns.cut(name, local(value)):

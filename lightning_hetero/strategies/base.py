@@ -20,7 +20,7 @@ from typing_extensions import override
 
 from lightning_hetero import lightning_compat
 from lightning_hetero.checkpoint import directory, shards
-from lightning_hetero.checkpoint.format import explain_unreadable, warn_of_replicas
+from lightning_hetero.checkpoint.format import explain_unreadable, trainable_in, warn_of_replicas
 from lightning_hetero.checkpoint.shards import Shards
 from lightning_hetero.comm import device_exit, failures, threads, waits
 from lightning_hetero.comm.agreement import raise_on_all
@@ -42,7 +42,7 @@ from lightning_hetero.strategies.position import describe, tell_while_waiting
 from lightning_hetero.strategies.recovery import PeerRecovery
 from lightning_hetero.strategies.replica_ddp import ReplicaDDP
 from lightning_hetero.strategies.signals import StopRequest, end_at_once
-from lightning_hetero.strategies.trainer_checks import check_model, check_trainer
+from lightning_hetero.strategies.trainer_checks import check_model, check_trainer, restore_trainable, unshardable
 from lightning_hetero.strategies.training_step import (
     EvaluationStep,
     apply,
@@ -177,7 +177,10 @@ class HeteroStrategy(JobStrategy):
             raise_on_all(capacity.problem(self.options, trainer), "the search for the largest batches")
         module = trainer.lightning_module
         check_model(module)
-        raise_on_all(sharding.problem(module, module.device_mesh, self.job.view.replica.ranks), "the model's shards")
+        problem = sharding.problem(module, module.device_mesh, self.job.view.replica.ranks)
+        if problem is None and trainer.state.fn == TrainerFn.FITTING and is_sharded(module):
+            problem = unshardable(trainer.callbacks)  # type: ignore[attr-defined]
+        raise_on_all(problem, "the model's shards")
 
     def _check_groups(self) -> None:
         """Refuse parts of a model, and optimizers, that go over the ranks of several replicas (collective).
@@ -441,6 +444,8 @@ class HeteroStrategy(JobStrategy):
             if is_sharded(self.lightning_module) and not saving.others_join(self.checkpoint_io):
                 self._save_sharded(whole, filepath, storage_options)
                 return
+            if self.is_global_zero and not saving.others_join(self.checkpoint_io):
+                directory.remove(filepath)
             super().save_checkpoint(whole, filepath, storage_options)
             if saving.others_join(self.checkpoint_io) and not self.is_global_zero:
                 # Kept on each rank: rank 0 may be lost before it sends its own.
@@ -454,7 +459,7 @@ class HeteroStrategy(JobStrategy):
         if self.options.save_distributed_checkpoint:
             directory.save(checkpoint, filepath, self.job.small_group(), first=view.is_leader)
             return
-        whole = directory.gathered(checkpoint, self.module, first=view.is_leader)
+        whole = directory.gathered(checkpoint, first=view.is_leader)
         if view.is_leader:
             directory.remove(filepath)
             self.checkpoint_io.save_checkpoint(portable(whole), filepath, storage_options=storage_options)
@@ -494,7 +499,13 @@ class HeteroStrategy(JobStrategy):
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         if directory.SHARDS in checkpoint or is_sharded(self.lightning_module):
-            directory.load_optimizers(checkpoint, self.module, self.optimizers)
+            restore_trainable(self.module, trainable_in(checkpoint))  # optimizers have state of these alone
+            error: Exception | None = None
+            try:
+                directory.load_optimizers(checkpoint, self.module, self.optimizers)
+            except Exception as broken:
+                error = broken
+            shards.agree_on_problem(None, error)
         else:
             super().load_optimizer_state_dict(checkpoint)
         self._rank_state.load(checkpoint)

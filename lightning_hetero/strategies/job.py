@@ -446,9 +446,10 @@ class JobStrategy(DDPStrategy):
     def connect_shards(self) -> None:
         """Let each rank exchange its shards with those that hold the same, if the model is sharded (collective)."""
         self.columns, view = None, self.job.view
-        if is_sharded(self.module) and view.count > 1:
+        if is_sharded(self.module):
             self.columns = Columns.of(self.module, view.ranks, view.rank)
-            rank_zero_info(f"{type(self).__name__}: {self.columns}.")
+            if view.count > 1:
+                rank_zero_info(f"{type(self).__name__}: {self.columns}.")
             self.engine.links = self.make_links(self.job)
 
     def share_shards(self) -> None:
@@ -484,6 +485,7 @@ class JobStrategy(DDPStrategy):
             beside = None if self.root_device.type == "cpu" else self.timer.in_other_stream
             traffic = ShardTraffic(group, self.timer.waiting, beside, parts.nonfinite.look)
             traffic.serve(not_none(model, "the model"))
+            traffic.share_unsharded(self.module)
             parts.nonfinite.shard_traffic = traffic
             self._announce_route(f"{job.view.topology.route(ranks)}, into shards")
             return

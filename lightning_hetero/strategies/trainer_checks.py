@@ -195,6 +195,16 @@ def needs_one_column(averager: Averager, replicas: Sequence[Sequence[int]], stra
     )
 
 
+def unshardable(callbacks: Iterable[Callback]) -> HeteroError | None:
+    """The reason why a callback cannot work with a sharded model, if one of them cannot."""
+    name = next((type(callback).__name__ for callback in callbacks if averages_weights(callback)), None)
+    if name is None:
+        return None
+    return UnsupportedError(
+        f"{name} with a sharded model: it averages a copy of the whole model, which no rank holds. Leave it out."
+    )
+
+
 def two_points(optimizers: Sequence[Optimizer]) -> HeteroError | None:
     """The reason why an optimizer with two points (train and eval) cannot work where replicas differ.
 

@@ -753,3 +753,83 @@ def test_ranks_that_split_layers_share_a_stream() -> None:
     ours = run(streamed, 4, True, tensor_parallel_size=2)
     theirs = run(streamed, 2, False)
     assert all(distance(theirs[0], each) < 1e-10 for each in ours)
+
+
+# -- what readers found ------------------------------------------------------------------------------
+
+
+class Grouped(Thawing):
+    """Layers of one shape, in groups in another order than the module's; one layer is unfrozen later."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        torch.manual_seed(7)
+        self.net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 1)).double()
+        self.register_buffer("noise", torch.full((3,), 1.0 + int(os.environ["RANK"]), dtype=torch.float64))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        weights = [layer.weight for layer in self.net]
+        biases = [layer.bias for layer in self.net]
+        groups = [{"params": biases, "weight_decay": 0.0}, {"params": weights[::-1], "weight_decay": 0.1}]
+        return torch.optim.AdamW(groups, lr=0.01)
+
+
+def regrouped(path: str, resume: str | None, shards: bool, full: bool = False, step: int = 12) -> Any:
+    warnings.filterwarnings("ignore", "The checkpoint|.*fork")
+    module = Grouped()
+    module.shards = shards
+    strategy = STRATEGIES["hetero_ddp"](balance="off", global_batch_size=12, save_distributed_checkpoint=not full)
+
+    class Begins(pl.Callback):
+        def on_train_start(self, trainer: Any, *_: Any) -> None:
+            if step == 0 and resume is None:
+                trainer.save_checkpoint(path)
+
+    callbacks = [Begins()] if resume else [Begins(), Saves(path, step)]
+    trainer = pl.Trainer(strategy=strategy, max_epochs=2, callbacks=callbacks, **FAST)
+    trainer.fit(module, DataLoader(dataset(101), batch_size=4), ckpt_path=resume)
+    found = whole(module), module.noise.tolist()
+    dist.barrier()
+    return found
+
+
+@pytest.mark.parametrize("step", [0, 12])
+@pytest.mark.parametrize("full", [False, True], ids=["directory", "file"])
+def test_each_parameter_keeps_its_own_moments(full: bool, step: int, tmp_path: Any) -> None:
+    """Step 12 is after the layer was unfrozen; at step 0 there are no moments yet, and saving makes none."""
+    path = str(tmp_path / "a.ckpt")
+    [undisturbed, *_] = run(regrouped, 2, str(tmp_path / "b.ckpt"), None, False, step=12)
+    ours = run(regrouped, 2, path, None, True, full, step=step)
+    assert distance(ours[0][0], undisturbed[0]) < 1e-10
+    assert [noise for _, noise in ours] == [[1.0] * 3] * 2  # the first rank's, as DDP would have it
+    for shards in (True, False):
+        resumed = run(regrouped, 2, path, path, shards)
+        assert distance(resumed[0][0], undisturbed[0]) < 1e-10
+
+
+def test_a_whole_file_is_read_in_shards_by_the_names_of_parameters(tmp_path: Any) -> None:
+    path = str(tmp_path / "a.ckpt")
+    [undisturbed, *_] = run(regrouped, 2, path, None, False)
+    resumed = run(regrouped, 2, path, path, True)
+    assert distance(resumed[0][0], undisturbed[0]) < 1e-10
+
+
+@pytest.mark.parametrize("name", ["hetero_node", "hetero_diloco"])
+def test_one_sharded_replica_trains_and_is_resumed(name: str, tmp_path: Any) -> None:
+    path, options = str(tmp_path / "a.ckpt"), {**SYNCHRONOUS[name], "ranks_per_node": 2, "balance": "off"}
+    undisturbed = run(saved, 2, name, path, **options)
+    resumed = run(saved, 2, name, path, resume=path, **options)
+    for one, other in zip(undisturbed, resumed, strict=True):
+        assert distance(one, other) == 0
+
+
+def averaged() -> None:
+    callbacks = [pl.callbacks.StochasticWeightAveraging(swa_lrs=0.01)]
+    trainer = pl.Trainer(strategy=STRATEGIES["hetero_ddp"](timeout=20), max_epochs=2, callbacks=callbacks, **FAST)
+    trainer.fit(ShardedNet(), DataLoader(dataset(), batch_size=4))
+
+
+def test_averages_of_whole_models_are_refused() -> None:
+    for outcome in attempt(averaged, 2):
+        assert isinstance(outcome.error, UnsupportedError), outcome.trace
+        assert "it averages a copy of the whole model" in str(outcome.error)
