@@ -80,6 +80,9 @@ def save(checkpoint: dict[str, Any], path: Any, group: dist.ProcessGroup | None,
         path: of the directory. What is there goes.
         group: of the ranks of the replica, over gloo; ``None``: this rank is alone.
         first: whether this is the first of them.
+
+    Raises:
+        CheckpointError: the path is not local, or nothing can be written there.
     """
     if not isinstance(url_to_fs(str(path))[0], LocalFileSystem):
         raise CheckpointError(

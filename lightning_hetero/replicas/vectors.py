@@ -106,7 +106,7 @@ class Replica:
         self.included = len(vectors)
         self._fragments = [fragment for fragment, _ in vectors]
         self._groups = [*map(groups[False].__getitem__, vectors), *groups[True].values()]
-        self._buffers = {id(local(buffer)) for buffer in taken}
+        self._buffers = self._taken = {id(local(buffer)) for buffer in taken}
         self._pieces_of: Cut | None = None
         self.segments: list[list[Segment]] | None = None
         self._in_place = InPlaceChanges()
@@ -223,7 +223,7 @@ class Replica:
     def unexchanged_buffers(self) -> dict[str, Tensor]:
         """Copies of the buffers that are not exchanged, such as counters and masks, by name."""
         buffers = self._module.named_buffers()
-        return {name: b.detach().cpu().clone() for name, b in buffers if name not in self._exchanged}
+        return {name: b.detach().cpu().clone() for name, b in buffers if id(b) not in self._taken}
 
     @torch.no_grad()
     def set_unexchanged_buffers(self, buffers: Mapping[str, Tensor]) -> None:
