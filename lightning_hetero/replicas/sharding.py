@@ -33,7 +33,7 @@ def is_sharded(module: nn.Module | None) -> bool:
 
 def local(tensor: Any) -> Tensor:
     """This rank's part of a tensor, in the memory of the whole; a plain tensor as it is."""
-    if not is_dtensor(tensor):
+    if type(tensor) is Tensor or not is_dtensor(tensor):  # the first is quick, and asked for each gradient
         return tensor
     with torch.no_grad():  # else it is another view at each call
         return tensor.to_local()
@@ -196,11 +196,6 @@ class ShardTraffic:
             yield
         finally:
             self._zeros = False
-
-    def share_buffers(self, module: nn.Module) -> None:
-        """Give all ranks of the replica the buffers of its first (collective over it)."""
-        for buffer in module.buffers():
-            dist.broadcast(local(buffer), group=self._group, group_src=0)
 
     def share_unsharded(self, module: nn.Module) -> None:
         """Give all ranks of the replica what its first has of all that is not sharded (collective over it)."""

@@ -19,7 +19,7 @@ from torch.optim.optimizer import Optimizer
 from typing_extensions import override
 
 from lightning_hetero import lightning_compat
-from lightning_hetero.checkpoint import directory, shards
+from lightning_hetero.checkpoint import directory
 from lightning_hetero.checkpoint.format import explain_unreadable, trainable_in, warn_of_replicas
 from lightning_hetero.checkpoint.shards import Shards
 from lightning_hetero.comm import device_exit, failures, threads, waits
@@ -487,12 +487,8 @@ class HeteroStrategy(JobStrategy):
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         if directory.SHARDS in checkpoint or is_sharded(self.lightning_module):
             self._materialize()
-            error: Exception | None = None
-            try:
+            with saving.raise_on_all_ranks(alone=False, doing="resume"):
                 directory.load_model(checkpoint, self.module, strict)
-            except Exception as broken:
-                error = broken
-            shards.agree_on_problem(None, error)
         else:
             super().load_model_state_dict(checkpoint, strict)
 
@@ -500,12 +496,8 @@ class HeteroStrategy(JobStrategy):
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         if directory.SHARDS in checkpoint or is_sharded(self.lightning_module):
             restore_trainable(self.module, trainable_in(checkpoint))  # optimizers have state of these alone
-            error: Exception | None = None
-            try:
+            with saving.raise_on_all_ranks(alone=False, doing="resume"):
                 directory.load_optimizers(checkpoint, self.module, self.optimizers)
-            except Exception as broken:
-                error = broken
-            shards.agree_on_problem(None, error)
         else:
             super().load_optimizer_state_dict(checkpoint)
         self._rank_state.load(checkpoint)

@@ -470,7 +470,7 @@ class JobStrategy(DDPStrategy):
             self.model.share_buffers()
         elif self.shard_traffic is not None:
             with self.timer.waiting(), deadline("share buffers"):
-                self.shard_traffic.share_buffers(self.module)
+                self.shard_traffic.share_unsharded(self.module)
 
     # -- DDP over the replica ----------------------------------------------------------------------
 

@@ -152,26 +152,27 @@ def retry_on_peer_loss(save: Callable[..., None]) -> Callable[..., None]:
 
 
 @contextmanager
-def raise_on_all_ranks(alone: bool) -> Iterator[None]:
+def raise_on_all_ranks(alone: bool, doing: str = "save") -> Iterator[None]:
     """An error in the block is raised on every rank (collective).
 
     Args:
         alone: whether there is nobody to tell.
+        doing: what the block does: "save" or "resume".
 
     Raises:
-        CheckpointError: another rank could not save.
+        CheckpointError: another rank could not.
     """
     problem: Exception | None = None
     try:
         yield
     except Exception as error:
         problem = error
-    everyone = [] if alone else gather(None if problem is None else str(problem), "whether the checkpoint was saved")
+    everyone = [] if alone else gather(None if problem is None else str(problem), f"whether all could {doing}")
     if problem is not None:
         raise problem
     for rank, text in enumerate(everyone):
         if text is not None:
-            raise CheckpointError(f"rank {rank} could not save: {text}")
+            raise CheckpointError(f"rank {rank} could not {doing}: {text}")
 
 
 class RankState:
