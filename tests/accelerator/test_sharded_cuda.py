@@ -16,18 +16,28 @@ from torch.utils.data import DataLoader
 pytestmark = pytest.mark.skipif(not torch.cuda.device_count(), reason="needs a CUDA device")
 
 
+class Places(pl.Callback):
+    """The types of devices that hold parameters while they are trained."""
+
+    seen: set[str]
+
+    def on_train_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        self.seen = {p.device.type for p in module.parameters()}
+
+
 def fit(name: str, shards: bool, path: str | None = None, resume: str | None = None, **options: Any) -> Any:
     """The weights, where they were, and waits and work of steps."""
     warnings.filterwarnings("ignore", "Ranks .* share |The checkpoint|Replicas of the job|.*stream does not match")
     module = ShardedNet("adamw")
     module.shards = shards
-    callbacks: list[Any] = [Saves(path, 7)] if path else []
+    places = Places()
+    callbacks: list[Any] = [places, *([Saves(path, 7)] if path else [])]
     world = int(os.environ["WORLD_SIZE"])
     settings = {**FAST, "accelerator": "cuda", "devices": 1, "num_nodes": world, "max_epochs": 2}
     strategy = STRATEGIES[name](balance="off", **options)
     trainer = pl.Trainer(strategy=strategy, callbacks=callbacks, **settings)
     trainer.fit(module, DataLoader(dataset(101), batch_size=4), ckpt_path=resume)
-    found = [value.cpu() for value in whole(module)], {p.device.type for p in module.parameters()}
+    found = [value.cpu() for value in whole(module)], places.seen
     dist.barrier()
     return found
 
