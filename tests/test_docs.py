@@ -18,6 +18,7 @@ import pytest
 import sklearn.datasets  # noqa: F401  before modules are put back: its compiled parts cannot be loaded twice
 import torch
 from docs_pages import (
+    ARCHIVE,
     PAGES,
     ROOT,
     Block,
@@ -215,7 +216,7 @@ def _check_script(name: str, arguments: list[str], monkeypatch: pytest.MonkeyPat
 # -- links ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("page", PAGES, ids=[str(page.relative_to(ROOT)) for page in PAGES])
+@pytest.mark.parametrize("page", PAGES + ARCHIVE, ids=[str(page.relative_to(ROOT)) for page in PAGES + ARCHIVE])
 def test_links_resolve(page: Path) -> None:
     for link in links(page):
         path, _, anchor = link.partition("#")
@@ -227,7 +228,8 @@ def test_links_resolve(page: Path) -> None:
 
 def test_the_index_leads_to_every_page() -> None:
     index = ROOT / "docs" / "index.md"
-    pages = {page.stem for page in PAGES if page.parent == index.parent} - {"index"}
+    docs = [page for page in PAGES + ARCHIVE if page.is_relative_to(index.parent) and page != index]
+    pages = {str(page.relative_to(index.parent).with_suffix("")) for page in docs}
     trees = re.findall(r"^```\{toctree\}\n(.*?)^```$", index.read_text(), re.MULTILINE | re.DOTALL)
     listed = [line for tree in trees for line in tree.splitlines() if line and not line.startswith(":")]
     assert sorted(listed) == sorted(pages)
@@ -273,12 +275,3 @@ def test_every_error_is_in_the_table() -> None:
 def test_every_feature_names_its_test() -> None:
     for row in rows(ROOT / "docs" / "features.md"):
         assert named_tests(row[2]) or "the same" in row[2], row
-
-
-# -- what is made by a script --------------------------------------------------------------------------------
-
-
-def test_the_messages_are_those_of_the_code() -> None:
-    made = runpy.run_path(str(ROOT / "docs" / "messages.py"))["page"]()
-    assert (ROOT / "docs" / "messages.md").read_text() == made, "run: python docs/messages.py"
-    assert "shares are numbers, one per rank." in made
