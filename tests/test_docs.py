@@ -262,7 +262,7 @@ def test_every_mistake_is_provoked_by_a_test() -> None:
             assert hasattr(lightning_hetero.errors, kind)
             checked += 1
         assert remedy
-    assert checked > 50
+    assert checked > 45
 
 
 def test_every_error_is_in_the_table() -> None:
