@@ -131,7 +131,7 @@ def _add_plan(commands: Any) -> None:
         description="Predict time, bytes and speed of a step under all strategies, by arithmetic: "
         "lightning-hetero plan --nodes 64 --ranks 8 --params 1.3e9 --link 1gbit --step 0.4 --speeds 1,1,0.5",
     )
-    plan.add_argument("--from", dest="measured", type=_file, help="a file of doctor --save; options given beside it override it")
+    plan.add_argument("--from", dest="measured", type=_file, help="a file of doctor --save; other options override it")
     cluster = plan.add_argument_group("the machines", argument_default=argparse.SUPPRESS)
     cluster.add_argument("--nodes", type=_at_least_one, help="(2)")
     cluster.add_argument("--ranks", type=_at_least_one, help="of each node (4)")
