@@ -67,7 +67,9 @@ def cluster_from_options(wish: ClusterOptions) -> Cluster:
     world = wish.nodes * wish.ranks
     few_enough(world)
     if wish.fixed >= 1:
-        raise ConfigurationError(f"--fixed={wish.fixed} is the part of a step that does not depend on samples: below 1.")
+        raise ConfigurationError(
+            f"--fixed={wish.fixed} is the part of a step that does not depend on samples: below 1."
+        )
     if len(wish.speeds) > world:
         raise ConfigurationError(
             f"--speeds: {len(wish.speeds)} speeds for {world} ranks: give at most one each, or more --nodes or --ranks."
