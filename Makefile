@@ -74,7 +74,7 @@ OLDEST := .venv-oldest
 OLDEST_CORE := tests/algorithms tests/batching tests/strategies tests/launch \
     $(addprefix tests/distributed/test_,exactness.py events.py resume_elsewhere.py node.py diloco.py gossip.py sigterm.py saving.py start_again.py)
 # Lightning 2.5.2's AsyncCheckpointIO cannot be sent to another process, as the first test does. The second one has dropout, and goes on at
-# the end of an epoch: with 2.5.2 its weights are others then (docs/log.md).
+# the end of an epoch: with 2.5.2 its weights are others then (docs/archive/log.md).
 OLDEST_BUT := --deselect tests/distributed/test_saving.py::test_a_write_in_the_background_leaves_the_old_checkpoint \
     --deselect "tests/distributed/test_start_again.py::test_it_goes_on_from_the_newest_that_is_whole[complete]"
 

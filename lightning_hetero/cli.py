@@ -131,7 +131,7 @@ def _add_plan(commands: Any) -> None:
         description="Predict time, bytes and speed of a step under all strategies, by arithmetic: "
         "lightning-hetero plan --nodes 64 --ranks 8 --params 1.3e9 --link 1gbit --step 0.4 --speeds 1,1,0.5",
     )
-    plan.add_argument("--from", dest="measured", type=_file, help="a file of doctor --save; what is given counts more")
+    plan.add_argument("--from", dest="measured", type=_file, help="a file of doctor --save; other options override it")
     cluster = plan.add_argument_group("the machines", argument_default=argparse.SUPPRESS)
     cluster.add_argument("--nodes", type=_at_least_one, help="(2)")
     cluster.add_argument("--ranks", type=_at_least_one, help="of each node (4)")
@@ -139,7 +139,7 @@ def _add_plan(commands: Any) -> None:
     cluster.add_argument("--step", type=_seconds, help="seconds of a rank of speed 1 (0.3)")
     cluster.add_argument("--speeds", type=_speeds, help="of the ranks, repeated, such as 1,1,0.5 (1)")
     cluster.add_argument("--batch", type=_at_least_one, help="samples per rank and step (32)")
-    cluster.add_argument("--fixed", type=float, help="part of a step that no sample needs (0.1)")
+    cluster.add_argument("--fixed", type=float, help="part of a step that does not depend on samples (0.1)")
     cluster.add_argument("--link", type=_rate, help="out of a node, such as 1gbit, 200mbit or 125MB (1gbit)")
     cluster.add_argument("--latency", type=float, help="of that link, in s (2e-4)")
     cluster.add_argument("--inside", type=_rate, help="between the ranks of a node (5GB)")

@@ -12,6 +12,8 @@ PAGES = [
     *sorted((ROOT / "docs").glob("*.md")),
     *sorted((ROOT / "examples").glob("*/README.md")),
 ]
+#: Pages that stay as they were written, with commands and tests that may be gone.
+ARCHIVE = sorted((ROOT / "docs" / "archive").glob("*.md"))
 
 
 class Block(NamedTuple):

@@ -71,7 +71,7 @@ def test_a_center_serves_one_at_a_time(name: str, i: int) -> None:
     assert all(end <= began + 1e-9 for (_, end), (began, _) in pairwise(served))
 
 
-def test_every_page_begins_with_its_picture_and_a_figure(tmp_path: Path) -> None:
+def test_every_page_begins_with_its_use_code_picture_and_a_figure(tmp_path: Path) -> None:
     for name, (columns, make) in timelines.PICTURES.items():
         timelines.draw(make(), columns, tmp_path / f"timeline_{name}.png")
     drawn = {path.name for path in tmp_path.iterdir()}
@@ -79,7 +79,10 @@ def test_every_page_begins_with_its_picture_and_a_figure(tmp_path: Path) -> None
     pages = sorted(DOCS.glob("hetero_*.md"))
     assert {f"timeline_{page.stem}.png" for page in pages} == drawn - {"timeline_gain.png"}
     for page in pages:
-        _, picture, figure, *_ = page.read_text().split("\n\n")
+        _, use, code, *parts = re.split(r"\n\n(?!trainer|strategy)", page.read_text())
+        assert use.startswith("**Use it when** "), page
+        assert code.startswith("```python"), page
+        picture, figure, *_ = parts
         assert picture.startswith("![Time lines"), page
         assert f"images/timeline_{page.stem}.png" in picture
         assert re.match(r"\*\*[^*]*\d", figure), page

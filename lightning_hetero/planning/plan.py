@@ -67,7 +67,9 @@ def cluster_from_options(wish: ClusterOptions) -> Cluster:
     world = wish.nodes * wish.ranks
     few_enough(world)
     if wish.fixed >= 1:
-        raise ConfigurationError(f"--fixed={wish.fixed} is the part of a step that no sample needs: below 1.")
+        raise ConfigurationError(
+            f"--fixed={wish.fixed} is the part of a step that does not depend on samples: below 1."
+        )
     if len(wish.speeds) > world:
         raise ConfigurationError(
             f"--speeds: {len(wish.speeds)} speeds for {world} ranks: give at most one each, or more --nodes or --ranks."
@@ -181,8 +183,8 @@ _LEGEND = (
     "the samples/s that the ranks would reach together if each trained alone."
 )
 _SELDOM = (
-    "seldom: this link lets it exchange less than half as often as it is to, and it waits for nobody, so that its "
-    "replicas drift apart. It stands last, however fast, and is no advice."
+    "seldom: it waits for nobody, and on this link it exchanges less than half as often as asked. Its replicas drift "
+    "apart, so it is listed last and not recommended."
 )
 
 

@@ -10,7 +10,7 @@ from lightning_hetero.cli import main
 from lightning_hetero.planning.cluster import bytes_per_second
 
 PAGE = (Path(__file__).parents[2] / "docs" / "planning.md").read_text()
-SECTION = PAGE[PAGE.index("## Against a figure") : PAGE.index("## What it leaves out")]
+SECTION = PAGE[PAGE.index("## Against a figure") :]
 COMMAND = shlex.split(re.search(r"```bash\nlightning-hetero (plan .*)\n```", SECTION).group(1))
 HEAD, _, *ROWS = [[cell.strip(" `") for cell in line.split("|")[1:-1]] for line in re.findall(r"^\|.*$", SECTION, re.M)]
 RING = 2 * 62 * (28e6 / 63 / 10e9 + 2e-6)  # 63 ranks, 7 million parameters
