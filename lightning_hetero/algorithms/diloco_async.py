@@ -25,30 +25,25 @@ from lightning_hetero.errors import ConfigurationError, NotFiniteError
 Views = Callable[[Sequence[Tensor]], tuple[list[Tensor], list[Tensor]]]
 
 
-class DelayedNesterov(CenterRule):
-    """Delayed Nesterov momentum: each arrival's gradient moves the center at once, the momentum once in N arrivals.
+class OuterRule(CenterRule):
+    """Rule of an outer step: what a replica's steps since it came to the center, an arrival, do to the center.
 
-    With ``g`` the outer gradient of an arrival, weighted, so that those of N arrivals make one mean::
+    Buffers move towards those of the arrival by its weight: so a variance stays above 0, which sums of differences from
+    old centers would not promise.
 
-        c <- c - lr g;  s <- s + g
-        every N arrivals:  m <- mu m + s;  c <- c - lr mu m;  s <- 0
-
-    So N arrivals come to one step of Nesterov's momentum with their mean gradient. Buffers move towards those of the
-    arrival by its weight: so a variance stays above 0, which sums of differences from old centers would not promise.
-
-    The vectors of the center are those of ``c``; a table of the replicas' speeds; those of ``m``; those of ``s``; and
-    the arrivals since the latest momentum. A client sends ``-g`` before its weight, its buffers, and a table that is 0
-    but for its own speed, and gets ``c`` and the table of all.
+    The vectors of the center are those of ``c``; a table of the replicas' speeds; those of the momentum ``m``; those of
+    a sum ``s``; and a number of arrivals. A client sends ``d``, what its steps have changed, before its weight, its
+    buffers, and a table that is 0 but for its own speed, and gets the values to go on from and the table of all.
 
     Args:
-        arrivals: N.
+        replicas: N.
         lr: learning rate.
         momentum: mu.
         views: tells parameters and buffers apart.
     """
 
-    def __init__(self, arrivals: int, lr: float, momentum: float, views: Views) -> None:
-        self._arrivals, self._lr, self._momentum, self._views = arrivals, lr, momentum, views
+    def __init__(self, replicas: int, lr: float, momentum: float, views: Views) -> None:
+        self.replicas, self.lr, self.momentum, self._views = replicas, lr, momentum, views
 
     @override
     def travelling(self, center: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -64,27 +59,113 @@ class DelayedNesterov(CenterRule):
     def move(self, values: Sequence[Tensor], center: Sequence[Tensor], push: float, square: float) -> None:
         count = len(values) - 1
         c, speeds, state, came = center[:count], center[count], center[count + 1 : -1], center[-1]
-        m, s = state[:count], state[count:]
         torch.where(values[-1] > 0, values[-1], speeds, out=speeds)
+        (arriving, statistics), (means, own) = self._views(values[:-1]), self._views(c)
+        (momenta, _), (sums, _) = self._views(state[:count]), self._views(state[count:])
         if push and math.isfinite(square):
-            (arriving, statistics), (means, own) = self._views(values[:-1]), self._views(c)
             for part, arrived in zip(own, statistics, strict=True):
                 part.lerp_(arrived, push)
-            for step in arriving:
-                step.mul_(push)
-            (sums, _), (momenta, _) = self._views(s), self._views(m)
-            for mean, step, total in zip(means, arriving, sums, strict=True):
-                mean.add_(step, alpha=self._lr)
-                total.add_(step)
             came.add_(1)
-            if came >= self._arrivals:
-                for mean, momentum, total in zip(means, momenta, sums, strict=True):
-                    momentum.mul_(self._momentum).add_(total)
-                    mean.add_(momentum, alpha=self._lr * self._momentum)
-                    total.zero_()
-                came.zero_()
+            for each in zip(means, arriving, momenta, sums, strict=True):
+                self.step(*each, weight=push, last=bool(came >= self.replicas))
+            came.remainder_(self.replicas)
         for value, own_value in zip(values, (*c, speeds), strict=True):
             value.copy_(own_value)
+        for start, momentum in zip(self._views(values[:-1])[0], momenta, strict=True):
+            self.look_ahead(start, momentum)
+
+    def step(self, c: Tensor, d: Tensor, m: Tensor, s: Tensor, weight: float, last: bool) -> None:
+        """Move a parameter of the center.
+
+        Args:
+            c: its values, which move.
+            d: what the arrival has changed, which may be overwritten.
+            m: its momentum.
+            s: its sum.
+            weight: of the arrival; those of N replicas add up to 1.
+            last: whether N replicas have arrived since the last one of N had.
+        """
+        raise NotImplementedError
+
+    def look_ahead(self, start: Tensor, m: Tensor) -> None:
+        """Move the values that a replica goes on from."""
+
+
+class DelayedNesterov(OuterRule):
+    """Delayed Nesterov momentum: each arrival moves the center at once, the momentum once in N arrivals.
+
+    N arrivals come to one step of Nesterov's momentum with their weighted mean.
+
+    Source: Liu et al. 2024 (arXiv:2401.09135), algorithm 3, with c = 0.
+    """
+
+    @override
+    def step(self, c: Tensor, d: Tensor, m: Tensor, s: Tensor, weight: float, last: bool) -> None:
+        c.add_(d.mul_(weight), alpha=self.lr)
+        s.add_(d)
+        if last:
+            m.mul_(self.momentum).add_(s)
+            c.add_(m, alpha=self.lr * self.momentum)
+            s.zero_()
+
+
+class LookAhead(OuterRule):
+    """Nesterov momentum at each arrival, dampened, from which replicas go on ahead: ``c + lr mu m``.
+
+    Weights are scaled so that those of N replicas alike are ``1 / sqrt(N)``.
+
+    Source: HeLoCo (arXiv:2606.00271), without its correction.
+    """
+
+    @override
+    def step(self, c: Tensor, d: Tensor, m: Tensor, s: Tensor, weight: float, last: bool) -> None:
+        d = self.corrected(d, m).mul_(weight * math.sqrt(self.replicas))
+        m.mul_(self.momentum).add_(d, alpha=1 - self.momentum)
+        c.add_(d.add_(m, alpha=self.momentum), alpha=self.lr)
+
+    @override
+    def look_ahead(self, start: Tensor, m: Tensor) -> None:
+        start.add_(m, alpha=self.lr * self.momentum)
+
+    def corrected(self, d: Tensor, m: Tensor) -> Tensor:
+        """What an arrival counts for, by the momentum."""
+        return d
+
+
+class HeLoCo(LookAhead):
+    """Look-ahead with arrivals that are turned towards the momentum, parameter by parameter, where they are stale.
+
+    With ``cos`` the cosine between an arrival ``d`` and the momentum ``m``, and ``trust = |d| / (|d| + 3 |m|)``: if
+    ``cos >= 0.2``, ``d`` stays. If ``cos < 0``, a part of what points against ``m`` is taken away. Between, ``d`` is
+    turned towards ``m``, and keeps its length.
+
+    Source: HeLoCo (arXiv:2606.00271).
+    """
+
+    SURE, AGAINST, TURN, TRUST, MOST, TINY = 0.2, 0.5, 1.0, 3.0, 0.5, 1e-8
+
+    @override
+    def corrected(self, d: Tensor, m: Tensor) -> Tensor:
+        length, other = float(d.norm()), float(m.norm())
+        if min(length, other) < self.TINY:
+            return d
+        cos = float((d * m).sum()) / (length * other)
+        trust = length / (length + self.TRUST * other + self.TINY)
+        if cos >= self.SURE:
+            return d
+        if cos < 0:
+            part = min(-self.AGAINST * cos * trust, self.MOST)
+            return d.sub_(m, alpha=part * cos * length / other)
+        part = min(self.TURN * (1 - cos) * trust, 1.0)
+        turned = d.mul_((1 - part) / length).add_(m, alpha=part / other)
+        return turned.mul_(length / float(turned.norm()))
+
+
+MOMENTUM_RULES: dict[str, type[OuterRule]] = {
+    "delayed_nesterov": DelayedNesterov,
+    "look_ahead": LookAhead,
+    "heloco": HeLoCo,
+}
 
 
 @dataclass
@@ -106,12 +187,17 @@ class OuterAsyncAverager(AsyncCenterAverager):
     ``c + sum_i w_i (x_i - c_i)``. The replicas' mean would take back what others have brought since the slow ones
     began. Buffers, which have no gradients, take the mean.
 
-    Source: Liu et al. 2024 (arXiv:2401.09135), algorithms 3 (delayed Nesterov, with c = 0) and 4 (DyLU).
+    With ``momentum_rule="look_ahead"`` the momentum moves the center at each arrival, and replicas go on ahead of the
+    center; ``"heloco"`` also turns stale arrivals towards the momentum.
+
+    Source: Liu et al. 2024 (arXiv:2401.09135), algorithms 3 (delayed Nesterov, with c = 0) and 4 (DyLU); HeLoCo
+    (arXiv:2606.00271).
 
     Args:
         tau: local steps of the fastest replica from one exchange to its next.
         outer_lr: learning rate of the outer step.
         outer_momentum: its momentum.
+        momentum_rule: when the momentum moves the center: ``"delayed_nesterov"``, ``"look_ahead"`` or ``"heloco"``.
         follow_speed: whether local steps follow the measured speed; ``False``: every replica takes ``tau``.
         center: where it lives: ``"shared_memory"`` of one host, or a ``"thread"`` of the first replica, which serves
             any. ``"auto"``: shared memory if it can.
@@ -138,6 +224,7 @@ class OuterAsyncAverager(AsyncCenterAverager):
     outer_momentum: float = 0.9
     follow_speed: bool = True
     center: Literal["auto", "shared_memory", "thread"] = field(default="auto", kw_only=True)
+    momentum_rule: Literal["delayed_nesterov", "look_ahead", "heloco"] = field(default="delayed_nesterov", kw_only=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -148,12 +235,15 @@ class OuterAsyncAverager(AsyncCenterAverager):
                 "below 1."
             )
         one_of("follow_speed", self.follow_speed, (True, False))
+        one_of("momentum_rule", self.momentum_rule, tuple(MOMENTUM_RULES))
         one_of("center", self.center, ("auto", "shared_memory", "thread"))
 
     @override
     def center_options(self) -> CenterOptions:
-        rule = DelayedNesterov(self.links.count, self.outer_lr, self.outer_momentum, self.replica.views)
-        return CenterOptions(self.center, rule=rule)
+        rule = MOMENTUM_RULES[self.momentum_rule]
+        return CenterOptions(
+            self.center, rule=rule(self.links.count, self.outer_lr, self.outer_momentum, self.replica.views)
+        )
 
     @override
     def prepare(self) -> Outcome | None:

@@ -14,7 +14,15 @@ from torch import Tensor, nn
 from torch.futures import Future
 from typing_extensions import override
 
-from lightning_hetero.comm.compression import DTYPES, LOW_BIT, Feedback, encoded_sum, encoding_of, low_bit_encoding
+from lightning_hetero.comm.compression import (
+    DTYPES,
+    KNOWN,
+    LOW_BIT,
+    Feedback,
+    encoded_sum,
+    encoding_of,
+    low_bit_encoding,
+)
 from lightning_hetero.comm.staging import pinned, stage_of
 from lightning_hetero.comm.threads import Background, BufferPool
 from lightning_hetero.errors import ConfigurationError, UnsupportedError
@@ -52,10 +60,8 @@ def check_gradient_wire(wire: str) -> None:
     try:
         encoding_of(wire)
     except ConfigurationError as error:
-        if "after the colon" in str(error):
-            raise
         known = ", ".join(map(repr, GRADIENT_WIRES))
-        raise ConfigurationError(f"wire={wire!r} must be one of {known}.") from None
+        raise ConfigurationError(str(error).replace(KNOWN, known)) from None
 
 
 #: Values after which a bundle is full: 4 MiB of fp32. A parameter is never cut.

@@ -110,12 +110,13 @@ def _counted(count: int, wire: str, length: int) -> tuple[int, int]:
 
 @pytest.mark.parametrize("count", [2, 3])
 def test_the_bytes_that_are_reported_are_sent_and_are_those_of_theory(count: int) -> None:
-    length = 300_000
+    length = 6 * 64 * 4096  # whole blocks of each member's part, whatever the wire
     fp32 = 2 * (count - 1) / count * 4 * length
-    for wire, lowest, highest in (("int8", 1 / 4, 1.02 / 4), ("int4", 1 / 8, 1.02 / 8), ("topk:0.02", 0, 1 / 40)):
+    parts = {"int8": 1 / 4, "int4": 1 / 8, "2bit": 1 / 16, "topk:0.02": 1 / 160, "topk:0.015625,bits=2": 1 / 256}
+    for wire, part in parts.items():
         for reported, given in run(joined, count, _counted, count, wire, length):
             assert reported == given
-            assert lowest <= reported / fp32 <= highest
+            assert part <= reported / fp32 <= 1.02 * part
 
 
 def _broken(wire: str) -> Any:

@@ -38,8 +38,23 @@ def _visited(**options: Any) -> Any:
     return found["path"].numpy(), found["final"].numpy(), visits.seen
 
 
-def replay(visits: list[list[tuple[int, int]]], lr: float, mu: float, mutant: str = "") -> Any:
-    """Delayed Nesterov by the paper's algorithm 3, with the order of the arrivals given; every replica's path."""
+def turned(d: np.ndarray, m: np.ndarray) -> np.ndarray:
+    """HeLoCo's correction of an arrival."""
+    long, other = np.linalg.norm(d), np.linalg.norm(m)
+    if min(long, other) < 1e-8:
+        return d
+    cos, trust = d @ m / (long * other), long / (long + 3 * other + 1e-8)
+    if cos >= 0.2:
+        return d
+    if cos < 0:
+        return d - min(0.5 * -cos * trust, 0.5) * cos * long * m / other
+    part = min((1 - cos) * trust, 1)
+    u = (1 - part) * d / long + part * m / other
+    return long * u / np.linalg.norm(u)
+
+
+def replay(visits: list[list[tuple[int, int]]], lr: float, mu: float, mutant: str = "", rule: str = "") -> Any:
+    """Delayed Nesterov by the paper's algorithm 3, or another rule, with the order of the arrivals given; all paths."""
     x, y = data()
     n, parts = len(visits), np.array(split(BATCH, SHARES)) / BATCH
     weights = np.full(n, 1 / n) if mutant == "unweighted" else parts
@@ -61,6 +76,13 @@ def replay(visits: list[list[tuple[int, int]]], lr: float, mu: float, mutant: st
         train(i, step)
         gradient = weights[i] * ((center if mutant == "fresh" else begun[i]) - w[i])
         total, t = total + gradient, t + 1
+        if rule:
+            d = (turned(begun[i] - w[i], m) if rule == "heloco" else begun[i] - w[i]) * weights[i] * np.sqrt(n)
+            m = mu * m + (1 - mu) * d
+            center = center - lr * (d + mu * m)
+            w[i], begun[i] = (center - lr * mu * m,) * 2
+            path[step - 1, i] = w[i]
+            continue
         center = center - lr * gradient
         if t % n == 0 or mutant == "undelayed":
             m, total = mu * m + total, np.zeros(8)
@@ -89,6 +111,18 @@ def test_against_a_replay_of_the_arrivals(options: dict[str, Any]) -> None:
     for mutant in ("unweighted", "undelayed", "fresh"):
         assert abs(replay(visits, *settings, mutant)[0] - truth).max() > 1e-4, mutant
     assert abs(replay(visits, *settings, "stale")[1] - final).max() > 1e-4  # replicas began from different centers
+
+
+@pytest.mark.parametrize("rule", ["look_ahead", "heloco"])
+def test_other_rules_against_a_replay_of_the_arrivals(rule: str) -> None:
+    results = run(_visited, 4, nodes=[1, 1, 1, 1], tau=3, momentum_rule=rule, center="thread")
+    visits = [seen for *_, seen in results]
+    truth, final = replay(visits, 0.7, 0.9, rule=rule)
+    for i, (path, end, _) in enumerate(results):
+        assert abs(path - truth[:, i]).max() < 1e-10
+        assert abs(end - final).max() < 1e-10
+    other = {"look_ahead": "heloco", "heloco": "look_ahead"}[rule]
+    assert abs(replay(visits, 0.7, 0.9, rule=other)[0] - truth).max() > 1e-6
 
 
 def _paced(**options: Any) -> Any:

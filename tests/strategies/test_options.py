@@ -43,12 +43,17 @@ OF_ALL_ELASTIC: list[tuple[dict[str, Any], str]] = [
     ({**AUTO, "moving_rat": 1}, "unknown option"),
 ]
 WRONG_WIRES: list[tuple[Any, str]] = [
-    ("int9", "wire='int9' must be one of 'fp32', 'bf16', 'fp16', 'int8', 'int4', 'topk:0.02'"),
+    ("int9", "wire='int9' must be one of 'fp32', 'bf16', 'fp16', 'int8', 'int4', '2bit', 'topk:0.02'"),
     (None, "wire=None must be one of"),
     (8, "wire=8 must be one of"),
     (["int8"], "wire=['int8'] must be one of"),
     ("int8:0.5", "wire='int8:0.5' must be one of"),
-    *((f"topk:{density}", "after the colon stands") for density in ("0", "-0.1", "1.01", "0.001", "nan", "", "2%")),
+    *((f"topk:{density}", "the density is") for density in ("0", "-0.1", "1.01", "0.001", "nan", "", "2%")),
+    *((f"int4,decay={decay}", "above 0 and at most 1") for decay in ("0", "-0.5", "1.01", "nan", "")),
+    ("topk:0.02,bits=3", "bits=3 must be 4 or 2"),
+    ("int4,bits=2", "may be followed by settings"),
+    ("bf16,decay=0.95", "must be one of"),
+    ("int8,decays=0.9", "must be one of"),
 ]
 LOW_BIT: list[tuple[Any, dict[str, Any]]] = [
     (DASOStrategy, {}),
