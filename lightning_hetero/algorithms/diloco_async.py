@@ -128,7 +128,7 @@ class LookAhead(OuterRule):
         start.add_(m, alpha=self.lr * self.momentum)
 
     def corrected(self, d: Tensor, m: Tensor) -> Tensor:
-        """What an arrival counts for, by the momentum."""
+        """Correct an arrival by the momentum."""
         return d
 
 

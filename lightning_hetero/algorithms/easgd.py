@@ -94,7 +94,7 @@ class ElasticBase(CenteredAverager):
         rho: instead: alpha = learning rate * rho, of the first parameter group of the first optimizer, of replica 0.
         beta: how fast the center moves. Default: p alpha.
         wire: number format of what travels: ``"fp32"``, ``"bf16"`` or ``"fp16"``, and where all replicas exchange at
-            once ``"int8"``, ``"int4"`` or ``"topk:0.02"``; sums are taken in fp32.
+            once ``"int8"``, ``"int4"``, ``"2bit"`` or ``"topk:0.02"``; sums are taken in fp32.
 
     Raises:
         ConfigurationError: a value that cannot work; when training starts: an unstable one.

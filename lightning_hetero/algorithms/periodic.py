@@ -24,7 +24,8 @@ class PeriodicAverager(LowBitAverager):
         average_optimizer_state: also average momentum and the like, but never step counts. With it and K = 1, plain SGD
             is exactly flat data-parallel training.
         wire: number format of differences between parameters: ``"fp32"``, ``"bf16"``, ``"fp16"``, ``"int8"``,
-            ``"int4"`` or ``"topk:0.02"``. The last average of the fit, and those of optimizer states, are exact.
+            ``"int4"``, ``"2bit"`` or ``"topk:0.02"``. The last average of the fit, and those of optimizer states, are
+            exact.
 
     Raises:
         ConfigurationError: ``every_n_steps`` below 1, or an unknown wire.

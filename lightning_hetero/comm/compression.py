@@ -458,34 +458,26 @@ def low_bit_encoding(wire: str) -> Encoding:
 
     Args:
         wire: ``"int8"``, ``"int4"``, ``"2bit"``, ``"topk:0.02"`` (any density from 1/256 to 1) or ``"topk"``, which is
-            the same. Settings follow after commas: ``decay=0.95`` of any, ``bits=2`` of ``"topk"``.
+            the same. Settings may follow: ``:decay=0.95`` of any, ``:bits=2`` of ``"topk"``.
 
     Raises:
         ConfigurationError: it is no wire.
     """
-    spelled, *settings = wire.split(",") if isinstance(wire, str) else [""]
-    name, colon, density = spelled.partition(":")
-    given = dict(setting.strip().partition("=")[::2] for setting in settings)
+    name, *parts = wire.split(":") if isinstance(wire, str) else [""]
+    density = parts.pop(0) if name == "topk" and parts and "=" not in parts[0] else "0.02"
+    given = dict(part.partition("=")[::2] for part in parts)
     decay = _number(wire, given.pop("decay", "1"), "decay", "above 0 and at most 1", lambda x: 0 < x <= 1)
+    dense: dict[str, Callable[[], Encoding]] = {"int8": Int8, "int4": Int4, "2bit": TwoBits}
+    encoding: Encoding | None = dense[name]() if name in dense else None
     if name == "topk":
-        bits = given.pop("bits", "4")
-        if bits not in ("4", "2"):
+        if (bits := given.pop("bits", "4")) not in ("4", "2"):
             raise ConfigurationError(f"wire={wire!r}: bits={bits} must be 4 or 2.")
-        part = _number(
-            wire,
-            density if colon else "0.02",
-            "the density",
-            "from 0.00390625 (1/256) to 1",
-            lambda x: 1 / 256 <= x <= 1,
-        )
-        encoding: Encoding | None = Largest(part, int(bits))
-    else:
-        dense: dict[str, Callable[[], Encoding]] = {"int8": Int8, "int4": Int4, "2bit": TwoBits}
-        encoding = dense[spelled]() if spelled in dense else None
+        limits = "from 0.00390625 (1/256) to 1"
+        encoding = Largest(_number(wire, density, "the density", limits, lambda x: 1 / 256 <= x <= 1), int(bits))
     if encoding is None or given:
         raise ConfigurationError(
-            f"wire={wire!r} must be one of {KNOWN}. A low-bit one may be followed by settings, such as "
-            "'int4,decay=0.95' or 'topk:0.02,bits=2'."
+            f"wire={wire!r} must be one of {KNOWN}. Settings may follow a low-bit one, such as 'int4:decay=0.95' or "
+            "'topk:0.02:bits=2'."
         )
     encoding.decay = decay
     return encoding

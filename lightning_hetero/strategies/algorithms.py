@@ -44,8 +44,8 @@ class HeteroDDPStrategy(HeteroStrategy):
     Args:
         accelerator: set by the Trainer.
         wire: how gradients travel: ``"fp32"``, exact; ``"bf16"`` or ``"fp16"``; with error feedback in few bits,
-            ``"int8"``, ``"int4"`` or ``"topk:0.02"`` (any density), or as matrices of low rank, ``"powersgd:4"`` (any
-            rank). Not together with ``ddp_comm_hook``, nor with shared memory (``within``).
+            ``"int8"``, ``"int4"``, ``"2bit"`` or ``"topk:0.02"`` (any density), or as matrices of low rank,
+            ``"powersgd:4"`` (any rank). Not together with ``ddp_comm_hook``, nor with shared memory (``within``).
 
     Example::
 

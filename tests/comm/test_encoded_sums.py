@@ -112,7 +112,7 @@ def _counted(count: int, wire: str, length: int) -> tuple[int, int]:
 def test_the_bytes_that_are_reported_are_sent_and_are_those_of_theory(count: int) -> None:
     length = 6 * 64 * 4096  # whole blocks of each member's part, whatever the wire
     fp32 = 2 * (count - 1) / count * 4 * length
-    parts = {"int8": 1 / 4, "int4": 1 / 8, "2bit": 1 / 16, "topk:0.02": 1 / 160, "topk:0.015625,bits=2": 1 / 256}
+    parts = {"int8": 1 / 4, "int4": 1 / 8, "2bit": 1 / 16, "topk:0.02": 1 / 160, "topk:0.015625:bits=2": 1 / 256}
     for wire, part in parts.items():
         for reported, given in run(joined, count, _counted, count, wire, length):
             assert reported == given

@@ -6,7 +6,7 @@ import torch
 
 from lightning_hetero.comm.compression import LOW_BIT, Encoding, encoding_of
 
-WIRES = (*LOW_BIT, "topk:1", "topk:0.3", "topk:0.00390625", "topk:0.02,bits=2", "topk:1,bits=2")
+WIRES = (*LOW_BIT, "topk:1", "topk:0.3", "topk:0.00390625", "topk:0.02:bits=2", "topk:1:bits=2")
 LENGTHS = (1, 2, 49, 50, 51, 255, 256, 257, 12_801, (1 << 18) - 1, 1 << 18, (1 << 18) + 1, 600_011)
 
 
@@ -88,7 +88,7 @@ def test_two_bits_are_nearly_as_good_as_can_be() -> None:
 
 def test_of_the_largest_the_signs_arrive() -> None:
     values = np.random.default_rng(0).normal(size=64 * 4096).astype(np.float32)
-    arrived, rest, _ = sent(made("topk:0.015625,bits=2"), values)
+    arrived, rest, _ = sent(made("topk:0.015625:bits=2"), values)
     kept = arrived != 0
     assert kept.mean() == pytest.approx(1 / 64)
     assert (np.sign(arrived[kept]) == np.sign(values[kept])).all()
@@ -125,7 +125,7 @@ def test_bytes_are_those_of_theory() -> None:
         assert 1 <= made("2bit").bytes(length) / (length / 4) <= 1.02
         # an index of as many bits as it takes, a value of 4 or 2, and a scale of 16 for 256 values
         assert made("topk:0.1").bytes(length) == pytest.approx(length / 10 * (0.5 + 0.5 + 2 / 256), rel=0.001)
-        assert 1 <= made("topk:0.015625,bits=2").bytes(length) / (length / 64) <= 1.02  # 256 times below fp32
+        assert 1 <= made("topk:0.015625:bits=2").bytes(length) / (length / 64) <= 1.02  # 256 times below fp32
 
 
 @pytest.mark.parametrize("wire", WIRES)

@@ -47,7 +47,7 @@ def centers_by_hand(keeps: float = 1.0) -> torch.Tensor:
     return by_hand(NESTEROV, 5, wire=wire)[0]
 
 
-@pytest.mark.parametrize(("wire", "keeps"), [("int4", 1.0), ("int4,decay=0.5", 0.5)])
+@pytest.mark.parametrize(("wire", "keeps"), [("int4", 1.0), ("int4:decay=0.5", 0.5)])
 def test_diloco_in_4_bits_against_a_loop_by_hand(wire: str, keeps: float) -> None:
     truth = centers_by_hand(keeps)
     for result in run(line, 2, "diloco", {"momentum": 0.9}, tau=5, wire=wire, nodes=[1, 1]):
@@ -62,7 +62,7 @@ def _all(wires: tuple[str, ...]) -> list[Any]:
 @pytest.mark.long(after=1)
 @pytest.mark.parametrize("count", [2, 3])
 def test_replicas_stay_alike_and_near_fp32(count: int) -> None:
-    wires = ("fp32", "int8", "int4", "2bit", "topk:0.5", "topk:0.5,bits=2,decay=0.95")
+    wires = ("fp32", "int8", "int4", "2bit", "topk:0.5", "topk:0.5:bits=2:decay=0.95")
     results = run(_all, count, wires, nodes=[1] * count)
     for number in range(len(FITS)):
         exact = results[0][number][0]

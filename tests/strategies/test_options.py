@@ -49,11 +49,11 @@ WRONG_WIRES: list[tuple[Any, str]] = [
     (["int8"], "wire=['int8'] must be one of"),
     ("int8:0.5", "wire='int8:0.5' must be one of"),
     *((f"topk:{density}", "the density is") for density in ("0", "-0.1", "1.01", "0.001", "nan", "", "2%")),
-    *((f"int4,decay={decay}", "above 0 and at most 1") for decay in ("0", "-0.5", "1.01", "nan", "")),
-    ("topk:0.02,bits=3", "bits=3 must be 4 or 2"),
-    ("int4,bits=2", "may be followed by settings"),
-    ("bf16,decay=0.95", "must be one of"),
-    ("int8,decays=0.9", "must be one of"),
+    *((f"int4:decay={decay}", "above 0 and at most 1") for decay in ("0", "-0.5", "1.01", "nan", "")),
+    ("topk:0.02:bits=3", "bits=3 must be 4 or 2"),
+    ("int4:bits=2", "Settings may follow"),
+    ("bf16:decay=0.95", "must be one of"),
+    ("int8:decays=0.9", "must be one of"),
 ]
 LOW_BIT: list[tuple[Any, dict[str, Any]]] = [
     (DASOStrategy, {}),
