@@ -261,10 +261,16 @@ class TwoBits(Encoding):
     Values are cut at their mean and at 0.98 standard deviations on both sides of it, which is best for a normal
     distribution (Max 1960, table 1, 4 levels). A level is the mean of the values between two cuts, so that a block
     keeps its mean. It is an fp16 number, times an fp32 number for the chunk.
+
+    Args:
+        block: values of a block, a multiple of 16. Its levels take 8 bytes.
     """
 
-    block = 4096
     CUTS = (-0.98, 0.0, 0.98)
+
+    def __init__(self, block: int = 4096) -> None:
+        super().__init__()
+        self.block = block
 
     @override
     def _bytes(self, length: int) -> int:
@@ -329,7 +335,7 @@ class Largest(Encoding):
 
     def __init__(self, density: float, bits: int = 4) -> None:
         super().__init__()
-        self._values: Encoding = Int4() if bits == 4 else TwoBits()
+        self._values: Encoding = Int4() if bits == 4 else TwoBits(1024)
         together = self._values.block
         self.block = math.ceil(1 / density - 1e-9)
         self.chunk = self.block * max(CHUNK // self.block // together, 1) * together
