@@ -125,7 +125,8 @@ def test_bytes_are_those_of_theory() -> None:
         assert 1 <= made("2bit").bytes(length) / (length / 4) <= 1.02
         # an index of as many bits as it takes, a value of 4 or 2, and a scale of 16 for 256 values
         assert made("topk:0.1").bytes(length) == pytest.approx(length / 10 * (0.5 + 0.5 + 2 / 256), rel=0.001)
-        assert 1 <= made("topk:0.015625:bits=2").bytes(length) / (length / 64) <= 1.02  # 256 times below fp32
+        few = made("topk:0.015625:bits=2").bytes(length)  # 256 times below fp32, and a last block that is filled up
+        assert length / 64 <= few <= 1.02 * length / 64 + 256
 
 
 @pytest.mark.parametrize("wire", WIRES)
