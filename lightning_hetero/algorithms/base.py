@@ -39,6 +39,7 @@ from lightning_hetero.comm.groups import Groups
 from lightning_hetero.comm.staging import memory_like
 from lightning_hetero.comm.topology import Topology
 from lightning_hetero.errors import ConfigurationError, UnsupportedError
+from lightning_hetero.replicas.sharding import local
 from lightning_hetero.replicas.vectors import LayoutChange, Replica, wide_dtype
 
 
@@ -119,25 +120,33 @@ class OptimizerMoments:
         return sorted(entry for entry, is_moment in found.items() if is_moment)
 
     def pack(self) -> list[Tensor]:
-        """One vector per entry; zeros where a parameter has no such state yet."""
+        """One vector per entry, of this rank's values; zeros where a parameter has no such state yet."""
         return [
             torch.cat([self._value(opt, p, name).reshape(-1) for p in _parameters(opt)]) for opt, name in self._slots
         ]
+
+    def layout(self, names: Mapping[int, str]) -> list[dict[str, Tensor]]:
+        """Of each entry, the parameters in its vector, by name.
+
+        Args:
+            names: of parameters, by their ``id``.
+        """
+        return [{names[id(p)]: local(p) for p in _parameters(opt)} for opt, _ in self._slots]
 
     @torch.no_grad()
     def unpack(self, flats: Sequence[Tensor]) -> None:
         """Write vectors back where there is state to write to."""
         for (optimizer, name), flat in zip(self._slots, flats, strict=True):
             parameters = _parameters(optimizer)
-            for parameter, part in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
+            for parameter, part in zip(parameters, flat.split([local(p).numel() for p in parameters]), strict=True):
                 value = optimizer.state.get(parameter, {}).get(name)
                 if _is_moment(value, parameter):
-                    value.copy_(part.view_as(parameter))
+                    local(value).copy_(part.view_as(local(value)))
 
     @staticmethod
     def _value(optimizer: Optimizer, parameter: Tensor, name: str) -> Tensor:
         value = optimizer.state.get(parameter, {}).get(name)
-        return value.detach() if _is_moment(value, parameter) else torch.zeros_like(parameter)
+        return local(value.detach()) if _is_moment(value, parameter) else torch.zeros_like(local(parameter))
 
 
 def _is_moment(value: object, parameter: Tensor) -> bool:
@@ -338,8 +347,7 @@ class Averager(Stateful, ABC):
                 "arrive(self, pending, step), which applies an exchange when it has passed. Add one."
             )
         self.replica, self.links, self._optimizers, self.run = replica, links, optimizers, run or FitInfo()
-        if replica.segments is not None:
-            links.lay_out(replica.segments)
+        links.lay_out(replica.layout)
         # Memory for the next exchange, empty where something else uses it: for this replica's values, and the mean.
         self._packed = replica.pack()
         self._spare: list[Tensor] = []

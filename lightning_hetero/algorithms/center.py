@@ -103,8 +103,8 @@ class CenteredAverager(Averager):
         if first == len(self.reference):  # nothing stays excluded
             return self.last_center
         excluded = self.replica.pack()[first:]
-        own, vectors = self.reference[first:], slice(first, None)
-        mean = self.links.average(excluded, context.samples_per_replica, own, vectors=vectors).mean
+        own, layout = self.reference[first:], self.replica.layout[first:]
+        mean = self.links.average(excluded, context.samples_per_replica, own, layout=layout).mean
         return [*self.last_center, *mean]
 
     @override

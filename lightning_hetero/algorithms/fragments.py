@@ -143,7 +143,6 @@ class Fragment:
 
     Attributes:
         replica: this rank's values of it.
-        vectors: which of the whole model's vectors they are.
         center: its part of the center, in the center's own memory.
         snapshot: memory for what is sent.
         mean: memory for what arrives.
@@ -153,7 +152,6 @@ class Fragment:
     """
 
     replica: Replica
-    vectors: slice
     center: list[Tensor]
     snapshot: list[Tensor]
     mean: list[Tensor]
@@ -233,7 +231,7 @@ class StreamingAverager(LowBitAverager, CenteredAverager):
         center = self.center[vectors]
         mean = [memory_like(old) for old in center]
         feedback = None if self.feedback is None else self.feedback.part(vectors)
-        return Fragment(self.replica.part(vectors), vectors, center, self._packed[vectors], mean, feedback)
+        return Fragment(self.replica.part(vectors), center, self._packed[vectors], mean, feedback)
 
     @property
     def center(self) -> list[Tensor]:
@@ -277,7 +275,7 @@ class StreamingAverager(LowBitAverager, CenteredAverager):
         part.snapshot, copied = part.replica.snapshot(part.snapshot)
         weights = context.samples_per_replica
         own = Contribution(
-            part.snapshot, weights, part.center, self.wire, part.lasted, part.feedback, copied, part.vectors
+            part.snapshot, weights, part.center, self.wire, part.lasted, part.feedback, copied, part.replica.layout
         )
         if self.delay:
             average: Exchange | Average = self.links.begin(own, part.mean, want="difference")

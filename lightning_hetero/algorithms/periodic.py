@@ -64,7 +64,8 @@ class PeriodicAverager(LowBitAverager):
             moments = self._moments_of_all()
             flats = moments.pack()
             origin = [torch.zeros_like(f, device="cpu", dtype=wide_dtype(f)) for f in flats]
-            moments.unpack(self.links.average(flats, context.samples_per_replica, origin).mean)
+            layout = moments.layout(self.replica.parameter_ids)
+            moments.unpack(self.links.average(flats, context.samples_per_replica, origin, layout=layout).mean)
 
     @override
     def finish(self, context: StepContext) -> Outcome | None:

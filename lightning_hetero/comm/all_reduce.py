@@ -14,6 +14,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 
 from lightning_hetero.comm.agreement import gather, value_of_rank
+from lightning_hetero.comm.columns import Cut, Layout, LayoutInColumns, join, spread
 from lightning_hetero.comm.compression import (
     DTYPES,
     Encoding,
@@ -40,18 +41,6 @@ T = TypeVar("T")
 CHUNK = 1 << 16  # elements that are worked on at a time, so that several vectors of them fit into a core's cache
 
 
-class Segment(NamedTuple):
-    """Segment of a vector of shards: what a rank exchanges with one rank of each other replica.
-
-    Attributes:
-        column: number of the column of these ranks.
-        length: number of values.
-    """
-
-    column: int
-    length: int
-
-
 @dataclass(frozen=True)
 class Contribution:
     """Contribution of a replica to an average, and what all replicas know of it.
@@ -67,7 +56,7 @@ class Contribution:
             It is updated on all ranks.
         copied: waits until the values are there; called before they are read, where they are averaged in the
             background.
-        vectors: which of the replica's vectors these are, in order.
+        layout: of each vector, the values in it, by name. Default: those of the replica's vectors, in order.
     """
 
     values: Sequence[Tensor]
@@ -77,7 +66,7 @@ class Contribution:
     payload: float = math.nan
     feedback: Feedback | None = None
     copied: Callable[[], object] = no_wait
-    vectors: slice = field(default_factory=lambda: slice(None))
+    layout: Layout | None = None
 
 
 class Average(NamedTuple):
@@ -135,12 +124,13 @@ class ReplicaAllReduce:
         on_devices: sums over the first ranks of all replicas by way of their devices, where it is faster.
         columns: where each rank has a shard of its replica's values, the ranks with which this one exchanges parts of
             its own, one of each replica. All ranks exchange at once then.
+        cut: cuts values into the parts for each column; ``None``: there is one column.
 
     Attributes:
-        layout: with several columns, the segments of each vector of the replica.
+        layout: of each vector of the replica, the values in it, by name.
     """
 
-    layout: Sequence[Sequence[Segment]] | None = None
+    layout: Layout = ()
 
     def __init__(
         self,
@@ -151,8 +141,9 @@ class ReplicaAllReduce:
         skip: bool,
         on_devices: "DeviceAllReduce | None" = None,
         columns: Sequence[Sequence[int]] = (),
+        cut: Cut | None = None,
     ) -> None:
-        self._columns = columns
+        self._columns, self._cut = columns, cut
         self._rank, self._replicas, self._groups = rank, replicas, groups
         self._purpose, self._skip, self._on_devices = purpose, skip, on_devices
         self._index = group_of(rank, replicas)
@@ -249,17 +240,27 @@ class ReplicaAllReduce:
         """The sum of the ``i``-th vectors of all replicas; ``own`` is overwritten."""
         if not route.columns:
             return own if route.across is None else self._sum(route.across, own, part.feedback, i)
-        if self.layout is None:
-            [column] = route.columns
-            return own if column is None else self._sum(column, own, part.feedback, i)
-        total, at = torch.empty_like(own), 0
-        for number, length in self.layout[part.vectors][i]:
-            piece, at, group = slice(at, at + length), at + length, route.columns[number]
-            if length and group is not None:
-                total[piece] = self._sum(group, own[piece], None, i)
-        if at != len(own):
-            raise HeteroError(f"a vector of {len(own)} values was to be exchanged in segments of {at} values together.")
-        return total
+        if self._cut is None:
+            [everyone] = route.columns
+            return own if everyone is None else self._sum(everyone, own, part.feedback, i)
+        columns = LayoutInColumns(part.layout or self.layout, self._cut)
+        if len(own) != columns.sizes[i]:
+            raise HeteroError(
+                f"a vector of {len(own)} values was to be exchanged between replicas of unequal size, and vector {i} "
+                f"of the replica has {columns.sizes[i]}. Say which values they are: average(..., layout=...)."
+            )
+        segments = columns.segments(i)
+        joined = [join(own, segments, column) for column in range(len(route.columns))]  # some values are in several
+        for column, group in enumerate(route.columns):
+            if not len(joined[column]) or group is None:
+                continue
+            feedback, all_of = None, part.feedback
+            if all_of is not None:
+                feedback = all_of.of_message(i, column, join(all_of.sent[i], segments, column))
+            spread(self._sum(group, joined[column], feedback, 0), own, segments, column)
+            if all_of is not None and feedback is not None:
+                spread(feedback.sent[0], all_of.sent[i], segments, column)
+        return own
 
     def _sum(self, group: dist.ProcessGroup, own: Tensor, feedback: Feedback | None, i: int) -> Tensor:
         """The sum of the ``i``-th vectors; see :func:`sum_over` and :func:`encoded_sum`."""
@@ -363,6 +364,7 @@ class ReplicaLinks:
         on_devices: of this rank, if replicas may exchange by way of their devices while they wait for the result.
         columns: where each rank has a shard of its replica's values, the ranks with which this one exchanges parts of
             its own. Each rank is the leader for its shard then, and has nothing to tell its replica.
+        cut: cuts values into the parts for each column; ``None``: there is one column.
 
     Attributes:
         index: number of this rank's replica.
@@ -380,24 +382,25 @@ class ReplicaLinks:
         on_nan: Literal["error", "skip"] = "error",
         on_devices: "DeviceAllReduce | None" = None,
         columns: Sequence[Sequence[int]] = (),
+        cut: Cut | None = None,
     ) -> None:
         skip = on_nan == "skip"
-        self._another = partial(ReplicaAllReduce, groups=groups, skip=skip, columns=columns)
+        self._another = partial(ReplicaAllReduce, groups=groups, skip=skip, columns=columns, cut=cut)
         self._foreground = self._another(rank, replicas, purpose="averages", on_devices=on_devices)
         self._background = self._another(rank, replicas, purpose="averages in the background")
         self._groups, self._replicas = groups, replicas
         self.index, self.count = group_of(rank, replicas), len(replicas)
         self._rank, self._ranks = rank, (rank,) if columns else replicas[self.index]
-        self._columns = bool(columns)
+        self._columns, self._cut = columns, cut
         self._peers = columns[0] if columns else [ranks[0] for ranks in replicas]  # those that speak for replicas
         self.is_leader = rank == self._ranks[0]
         self.members = 1 if columns else max(len(ranks) for ranks in replicas)
         self.traffic = Traffic()
         self._latest: Exchange | None = None
 
-    def lay_out(self, segments: Sequence[Sequence[Segment]] | None) -> None:
-        """Say how this rank's vectors are divided among its columns; ``None``: it has one, or no shards."""
-        self._foreground.layout = self._background.layout = segments
+    def lay_out(self, layout: Layout) -> None:
+        """Say which values are in the vectors of this rank's replica, by name; those of shards may be in columns."""
+        self._foreground.layout = self._background.layout = layout
 
     def gather(self, value: Any) -> list[Any]:
         """One value per rank (collective over all ranks)."""
@@ -427,8 +430,13 @@ class ReplicaLinks:
         """
         if not self._columns:
             return value_of_rank(value, rank)
-        group = self._groups.get("values of those with the same shard", self._peers)
-        return gather(value, "the state of a replica", group)[group_of(rank, self._replicas)] if group else value
+        index, layout, theirs = group_of(rank, self._replicas), self._foreground.layout, list[Any]()
+        columns = None if self._cut is None else LayoutInColumns(layout, self._cut)
+        for number, ranks in enumerate(self._columns):
+            group = self._groups.get("values of those with the same shard", ranks)
+            part = value if columns is None else columns.pieces(value, number)
+            theirs.append(part if group is None else gather(part, "the state of a replica", group)[index])
+        return theirs[0] if columns is None else columns.whole(theirs)
 
     def broadcast(self, tensor: Tensor) -> None:
         """Give all ranks of the replica the tensor of its leader, in place (collective over the replica).
@@ -459,7 +467,7 @@ class ReplicaLinks:
         reference: Sequence[Tensor],
         out: Sequence[Tensor] | None = None,
         payload: float = math.nan,
-        vectors: slice = slice(None),
+        layout: Layout | None = None,
     ) -> Average:
         """Weighted mean over replicas, in the vectors' own format (collective over all ranks).
 
@@ -470,12 +478,12 @@ class ReplicaLinks:
                 travels is the difference from it.
             out: where to write the mean; like the reference. Default: new memory.
             payload: a number for the other replicas. The one of the replica's leader counts.
-            vectors: which of the replica's vectors the values are.
+            layout: of each vector, the values in it, by name. Default: those of the replica's vectors, in order.
 
         Raises:
             NotFiniteError: on every rank, if a replica's values are not finite and it may not be skipped.
         """
-        return self.exchange(Contribution(values, weights, reference, payload=payload, vectors=vectors), out)
+        return self.exchange(Contribution(values, weights, reference, payload=payload, layout=layout), out)
 
     def exchange(self, own: Contribution, out: Sequence[Tensor] | None = None, want: AveragePart = "mean") -> Average:
         """Average over replicas with all options, and wait for the result (collective over all ranks).
@@ -527,7 +535,20 @@ class ReplicaLinks:
             wire: number format of exchanges.
             lengths: of each vector, how many of its first values travel on the wire.
         """
-        return None if encoding_of(wire) is None or self.count == 1 else Feedback(wire, lengths, self.count)
+        if encoding_of(wire) is None or self.count == 1:
+            return None
+        in_columns = [self._lengths(None, i, length) for i, length in enumerate(lengths)]
+        return Feedback(wire, in_columns, self.count)
+
+    def _lengths(self, layout: Layout | None, i: int, stop: int) -> list[int]:
+        """Of each column, how many of the first values of a vector it exchanges."""
+        if self._cut is None:
+            return [stop]
+        segments = LayoutInColumns(layout or self._foreground.layout, self._cut).segments(i)
+        return [
+            sum(end - start for column, start, end in segments if column == number and end <= stop)
+            for number in range(len(self._columns))
+        ]
 
     def prepare(self) -> None:
         """Make the process groups that :meth:`begin` needs, so that it never has to (collective over all ranks)."""
@@ -569,13 +590,14 @@ class ReplicaLinks:
     def _account(self, average: Average, own: Contribution, seconds: float, exposed: float) -> None:
         if self.count == 1:
             return
-        coded = [0] * len(own.reference) if own.feedback is None else [len(rest) for rest in own.feedback.sent]
         plain = own.wire if own.feedback is None else "fp32"
         sent = 0
-        for old, first in zip(own.reference, coded, strict=True):
-            size = old.element_size() if own.feedback is None else 4
-            sent += bytes_sent(first, 4, own.wire, self.count)
-            sent += bytes_sent(old.numel() - first, size, plain, self.count)
+        for i, old in enumerate(own.reference):
+            size, coded = (old.element_size(), 0) if own.feedback is None else (4, len(own.feedback.sent[i]))
+            ends = (self._lengths(own.layout, i, end) for end in (coded, old.numel()))
+            for first, length in zip(*ends, strict=True):
+                sent += bytes_sent(first, 4, own.wire, self.count)
+                sent += bytes_sent(length - first, size, plain, self.count)
         self.traffic.add(sent, seconds, exposed)
         self.traffic.distance = average.distance
         self.traffic.skipped += [i for i, healthy in enumerate(average.healthy) if not healthy]

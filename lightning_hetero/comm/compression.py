@@ -122,8 +122,8 @@ class Feedback:
 
     Args:
         wire: low-bit wire of the messages.
-        lengths: of each vector that is exchanged, how many of its first values travel on the wire. The others, such as
-            BatchNorm's variances, travel as they are.
+        lengths: of each vector that is exchanged, how many of its values travel on the wire in each message. They are
+            its first. The others, such as BatchNorm's variances, travel as they are.
         members: number of replicas.
 
     Attributes:
@@ -133,15 +133,29 @@ class Feedback:
             which need no sums from others.
     """
 
-    def __init__(self, wire: str, lengths: Sequence[int], members: int) -> None:
+    def __init__(self, wire: str, lengths: Sequence[Sequence[int]], members: int) -> None:
         self.wire = wire
-        self.sent = [torch.zeros(length) for length in lengths]
-        self.summed = [torch.zeros(-(-length // members) if members > 2 else 0) for length in lengths]
+        self._parts = [[-(-each // members) if members > 2 else 0 for each in length] for length in lengths]
+        self.sent = [torch.zeros(sum(length)) for length in lengths]
+        self.summed = [torch.zeros(sum(part)) for part in self._parts]
 
     def part(self, vectors: slice) -> "Feedback":
         """The residuals of some of the vectors, in the same memory."""
         part = copy(self)
-        part.sent, part.summed = self.sent[vectors], self.summed[vectors]
+        part._parts, part.sent, part.summed = self._parts[vectors], self.sent[vectors], self.summed[vectors]
+        return part
+
+    def of_message(self, i: int, number: int, sent: Tensor) -> "Feedback":
+        """The residuals of one message of a vector; of its sums in the same memory.
+
+        Args:
+            i: number of the vector.
+            number: of the message.
+            sent: what its messages have left out.
+        """
+        part = copy(self)
+        part._parts, part.sent = [[self._parts[i][number]]], [sent]
+        part.summed = [self.summed[i].split(self._parts[i])[number]]
         return part
 
     def state_dict(self) -> list[Tensor]:

@@ -153,7 +153,7 @@ class EncodedMean(GradientMean):
 
     def __init__(self, wire: str, length: int, group: dist.ProcessGroup, pool: BufferPool) -> None:
         self._encoding, self._group, self._pool = low_bit_encoding(wire), group, pool
-        self._feedback = Feedback(wire, [length], dist.get_world_size(group))
+        self._feedback = Feedback(wire, [[length]], dist.get_world_size(group))
 
     @override
     def take(self, own: Tensor) -> None:

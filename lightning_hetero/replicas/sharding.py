@@ -13,11 +13,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_hetero.comm.agreement import gather, raise_on_all
+from lightning_hetero.comm.columns import Segment
 from lightning_hetero.comm.failures import deadline
 from lightning_hetero.errors import ConfigurationError, HeteroError, UnsupportedError
-
-#: Cuts a value into the pieces that a rank exchanges with different ranks; see :meth:`Columns.cut`.
-Cut = Callable[[str, Tensor], Iterator[tuple[int, Tensor, str]]]
 
 
 def is_dtensor(tensor: object) -> bool:
@@ -316,26 +314,21 @@ class Columns:
         whole = [name for name, _ in (*module.named_parameters(), *module.named_buffers()) if name not in sharded]
         return cls(replicas, rank, lengths, whole)
 
-    def cut(self, name: str, value: Tensor) -> Iterator[tuple[int, Tensor, str]]:
-        """The pieces of a value: the number of the column that exchanges it, the values, and which ones they are.
+    def cut(self, name: str, length: int) -> Iterator[Segment]:
+        """The segments of a value that this rank exchanges with different ranks.
 
         Args:
             name: of the parameter or buffer.
-            value: what this rank holds of it.
+            length: number of values that this rank holds of it.
         """
-        if self.alike:
-            yield 0, value, ""
+        if self.alike or name in self._whole:
+            for column in [0] if self.alike else self._places:
+                yield Segment(column, 0, length)
             return
-        if name in self._whole:
-            for column in self._places:
-                yield column, value.view(value.shape), f" in column {column}" if column else ""
-            return
-        flat, pieces = value.view(-1), self._intervals[name]
-        if not pieces:
-            yield 0, flat, "[0:0]"  # so that all ranks have the same number of vectors
+        pieces = self._intervals[name]
         for ranks, start, stop in pieces:
             first = pieces[0][1]
-            yield self.ranks.index(ranks), flat[start - first : stop - first], f"[{start}:{stop}]"
+            yield Segment(self.ranks.index(ranks), start - first, stop - first)
 
     def __str__(self) -> str:
         """The plan in one line, for the log."""

@@ -13,11 +13,10 @@ import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
-from lightning_hetero.comm.all_reduce import Segment
 from lightning_hetero.comm.groups import Groups
 from lightning_hetero.comm.retry import collective
 from lightning_hetero.comm.staging import no_wait, pinned, stage_of
-from lightning_hetero.replicas.sharding import Columns, Cut, is_sharded, local
+from lightning_hetero.replicas.sharding import Columns, is_sharded, local
 
 #: Cuts a model into fragments; see :class:`Replica`.
 Partition = Callable[[nn.Module, Mapping[str, int]], Callable[[str], int]]
@@ -70,8 +69,6 @@ class Replica:
 
     Attributes:
         included: number of the vectors that come before those of excluded values.
-        segments: of each vector, the parts that this rank exchanges with different ranks, after :meth:`in_columns`.
-            Else ``None``: it exchanges all with the same ranks.
     """
 
     def __init__(
@@ -106,9 +103,7 @@ class Replica:
         self.included = len(vectors)
         self._fragments = [fragment for fragment, _ in vectors]
         self._groups = [*map(groups[False].__getitem__, vectors), *groups[True].values()]
-        self._buffers = self._taken = {id(local(buffer)) for buffer in taken}
-        self._pieces_of: Cut | None = None
-        self.segments: list[list[Segment]] | None = None
+        self._buffers = {id(local(buffer)) for buffer in taken}
         self._in_place = InPlaceChanges()
         self._device = next((value.device for group in self._groups for value in group), torch.device("cpu"))
 
@@ -118,35 +113,10 @@ class Replica:
         count = max(self._fragments, default=0) + 1
         return [slice(bisect_left(self._fragments, p), bisect_right(self._fragments, p)) for p in range(count)]
 
-    def in_columns(self, cut: Cut) -> "Replica":
-        """The same values, cut into the pieces that this rank exchanges with different ranks of other replicas.
-
-        Args:
-            cut: of a value's name and its values on this rank, gives the pieces, each with the number of the column of
-                ranks that exchange it.
-        """
-        other = copy(self)
-        other._pieces_of, other._groups, other.segments = cut, [], []
-        other._names, other._buffers = {}, set()
-        for group in self._groups:
-            found = []
-            for value in group:
-                name, is_buffer = self._names[id(value)], id(value) in self._buffers
-                for column, piece, where in cut(name, value):
-                    other._names[id(piece)] = f"{name}{where}"
-                    if is_buffer:
-                        other._buffers.add(id(piece))
-                    found.append((is_buffer, column, piece))
-            found.sort(key=itemgetter(0, 1))  # parameters come first
-            other._groups.append([piece for *_, piece in found])
-            other.segments.append([Segment(column, piece.numel()) for _, column, piece in found])
-        return other
-
     def part(self, vectors: slice) -> "Replica":
         """The same model's replica with some of the vectors only, such as those of a fragment."""
         part = copy(self)
         part._groups, part._fragments = self._groups[vectors], self._fragments[vectors]
-        part.segments = None if self.segments is None else self.segments[vectors]
         part.included = len(part._groups)
         return part
 
@@ -154,6 +124,11 @@ class Replica:
     def names(self) -> list[str]:
         """Names of the values, parameters first, then buffers."""
         return [self._names[id(value)] for group in self._groups for value in group]
+
+    @property
+    def parameter_ids(self) -> dict[int, str]:
+        """Names of all parameters of the model, by the ``id`` of the parameter."""
+        return {id(parameter): name for name, parameter in self._module.named_parameters()}
 
     @property
     def parameter_names(self) -> list[str]:
@@ -217,13 +192,12 @@ class Replica:
 
     def with_current_trainable(self) -> "Replica":
         """The same model's replica with the parameters that are trainable now."""
-        other = type(self)(self._module, self._settle, self._excluded, self._exchanged, cut=self._cut)
-        return other if self._pieces_of is None else other.in_columns(self._pieces_of)
+        return type(self)(self._module, self._settle, self._excluded, self._exchanged, cut=self._cut)
 
     def unexchanged_buffers(self) -> dict[str, Tensor]:
         """Copies of the buffers that are not exchanged, such as counters and masks, by name."""
         buffers = self._module.named_buffers()
-        return {name: b.detach().cpu().clone() for name, b in buffers if id(b) not in self._taken}
+        return {name: b.detach().cpu().clone() for name, b in buffers if id(b) not in self._buffers}
 
     @torch.no_grad()
     def set_unexchanged_buffers(self, buffers: Mapping[str, Tensor]) -> None:
@@ -474,9 +448,11 @@ def broadcast_shards(module: nn.Module, columns: Columns, groups: Groups) -> Non
         if (group := groups.get("values of the first replica", ranks)) is None:
             continue  # there is one replica
         pieces: dict[torch.dtype, list[Tensor]] = {}
-        for name, value in values:
-            for column, piece, _ in columns.cut(name, local(value)):
-                if column == number and piece.numel():
+        for name, whole in values:
+            value = local(whole)
+            for column, start, stop in columns.cut(name, value.numel()):
+                if column == number and stop > start:
+                    piece = value if stop - start == value.numel() else value.view(-1)[start:stop]
                     pieces.setdefault(piece.dtype, []).append(piece)
         for alike in pieces.values():
             flat = torch.cat([piece.reshape(-1).cpu() for piece in alike])

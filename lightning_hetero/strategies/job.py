@@ -128,10 +128,11 @@ class JobStrategy(DDPStrategy):
     def make_links(self, job: Job) -> ReplicaLinks:
         """The network between replicas (collective)."""
         skip: Literal["error", "skip"] = "skip" if self.options.on_nan == "skip" else "error"
-        columns = () if self.columns is None else self.columns.ranks
+        plan = self.columns
+        columns, cut = () if plan is None else plan.ranks, None if plan is None or plan.alike else plan.cut
         between: Between = "gloo" if columns or self.options.on_peer_loss == "continue" else self.options.between
         on_devices = job.on_devices(between, self.root_device)
-        return ReplicaLinks(job.view.rank, job.view.ranks, job.groups, skip, on_devices, columns)
+        return ReplicaLinks(job.view.rank, job.view.ranks, job.groups, skip, on_devices, columns, cut)
 
     # -- the Trainer, the launcher -----------------------------------------------------------------
 
@@ -450,7 +451,8 @@ class JobStrategy(DDPStrategy):
             self.columns = Columns.of(self.module, view.ranks, view.rank)
             if view.count > 1:
                 rank_zero_info(f"{type(self).__name__}: {self.columns}.")
-            self.engine.links = self.make_links(self.job)
+            before, self.engine.links = self.engine.links, self.make_links(self.job)
+            self.engine.links.traffic = before.traffic
 
     def share_shards(self) -> None:
         """Give all replicas the first one's values, if the model is sharded (collective)."""

@@ -204,7 +204,6 @@ class ReplicaStrategy(HeteroStrategy):
             )
         if self.columns is not None and not self.columns.alike:
             raise_on_all(needs_one_column(averager, view.ranks, type(self).__name__), "the model's shards")
-            replica = replica.in_columns(self.columns.cut)
         # Ranks at their own pace keep in step if their shares are right in the mean.
         self.accounting.planner.rotates = 1 < view.world == view.count and not averager.traits.lockstep
         metrics = self._metrics.mean_over_ranks

@@ -18,7 +18,6 @@ from lightning_hetero.algorithms.base import Averager
 from lightning_hetero.algorithms.engine import listed
 from lightning_hetero.batching.streams import Stream
 from lightning_hetero.comm.agreement import check_equal, gather, raise_on_all
-from lightning_hetero.comm.compression import encoding_of
 from lightning_hetero.comm.view import View
 from lightning_hetero.errors import ConfigurationError, HeteroError, UnsupportedError
 from lightning_hetero.lightning_compat import saves_by_time, validation_interval
@@ -183,15 +182,12 @@ def needs_one_column(averager: Averager, replicas: Sequence[Sequence[int]], stra
         replicas: the ranks of each replica.
         strategy: its name.
     """
-    coded = encoding_of(getattr(averager, "wire", "fp32")) is not None
-    moments = getattr(averager, "average_optimizer_state", False)
-    if not averager.traits.one_column and not coded and not moments:
+    if not averager.traits.one_column:
         return None
-    what = strategy if averager.traits.one_column else "a low-bit wire" if coded else "average_optimizer_state=True"
     return UnsupportedError(
-        f"{what} with a sharded model needs replicas of one size; here they have {[len(r) for r in replicas]} ranks. "
-        "Give all replicas the same number of ranks (ranks_per_node); or use hetero_node, hetero_daso, hetero_easgd or "
-        "hetero_diloco with wire='fp32' or 'bf16'."
+        f"{strategy} with a sharded model needs replicas of one size; here they have {[len(r) for r in replicas]} "
+        "ranks. Give all replicas the same number of ranks (ranks_per_node); or use hetero_node, hetero_daso, "
+        "hetero_easgd or hetero_diloco."
     )
 
 
@@ -310,12 +306,7 @@ def _shards_need_all(view: View) -> str | None:
             "the shards of a lost rank are lost, and there is no other replica. Use a strategy with several replicas, "
             "such as hetero_diloco; or on_peer_loss='error' with checkpoints to start again from."
         )
-    if len(sizes := {len(ranks) for ranks in view.ranks}) > 1:
-        return (
-            f"replicas of {sorted(sizes)} ranks would have to cut their shards anew. Give all replicas the same number "
-            "of ranks (ranks_per_node); or use on_peer_loss='error' with checkpoints to start again from."
-        )
-    if sizes != {1} and not hasattr(torch.distributed.fsdp.FSDPModule, "reset_iter_state"):
+    if max(map(len, view.ranks)) > 1 and not hasattr(torch.distributed.fsdp.FSDPModule, "reset_iter_state"):
         return f"PyTorch {torch.__version__} cannot repeat a step that has broken. Install 2.13 or later."
     return None
 

@@ -56,6 +56,8 @@ class NoLinks:
     def __init__(self, index: int, count: int) -> None:
         self.index, self.count, self.traffic = index, count, Traffic()
 
+    def lay_out(self, layout: object) -> None: ...
+
     def broadcaster(self, purpose: str) -> Callable[[Tensor], None]:
         return lambda tensor: None
 

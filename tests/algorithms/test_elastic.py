@@ -35,6 +35,8 @@ class TableLinks:
         self.table, self.index, self.count = table, index, len(table.slots)
         self.traffic = Traffic()
 
+    def lay_out(self, layout: object) -> None: ...
+
     def feedback(self, wire: str, lengths: list[int]) -> None:
         """What travels here is not rounded."""
 

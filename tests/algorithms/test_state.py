@@ -72,7 +72,8 @@ def model() -> nn.Module:
 
 def started(module: nn.Module, averager: Averager | None = None, count: int = 3) -> Any:
     found = averager or Everything()
-    found.setup(Replica(module), SimpleNamespace(count=count, index=0, is_leader=True), list, FitInfo())  # type: ignore[arg-type]
+    links: Any = SimpleNamespace(count=count, index=0, is_leader=True, lay_out=lambda layout: None)
+    found.setup(Replica(module), links, list, FitInfo())
     return found
 
 

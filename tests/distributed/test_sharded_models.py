@@ -1,5 +1,6 @@
 """A model that shards itself over the ranks of its replica trains as a whole one does, to rounding."""
 
+import itertools
 import os
 import time
 import warnings
@@ -90,7 +91,7 @@ def test_sharded_gradients_are_exact(optimizer: str) -> None:
 
 #: Options of each string with which a fit is deterministic, and meets more than once.
 SYNCHRONOUS: dict[str, dict[str, Any]] = {
-    "hetero_node": {"every_n_steps": 3},
+    "hetero_node": {"every_n_steps": 3, "average_optimizer_state": True, "optimizer": "adamw"},
     "hetero_daso": {},
     "hetero_easgd": {"replica": "node", "tau": 2},
     "hetero_easgd_overlap": {"replica": "node", "tau": 2},
@@ -323,13 +324,14 @@ class ReturnsNone(ShardedNet):
 
 
 @pytest.mark.long(after=2)
+@pytest.mark.parametrize("sizes", [[2, 1], [2, 2], [2, 1, 1]])
 @pytest.mark.parametrize("wire", ["bf16", "int8", "int4", "topk:0.2"])
 @pytest.mark.parametrize("name", ["hetero_node", "hetero_diloco"])
-def test_wires_carry_shards(name: str, wire: str) -> None:
+def test_wires_carry_shards(name: str, wire: str, sizes: list[int]) -> None:
     """What a message leaves out is made up for later: ranks agree, and the values are near those of fp32."""
-    options = {**SYNCHRONOUS[name], "ranks_per_node": 2, "balance": "off"}
-    ours = run(fit, 4, name, wire=wire, **options)
-    exact = run(fit, 4, name, **options)
+    options = {**SYNCHRONOUS[name], "ranks_per_node": sizes, "balance": "off"}
+    ours = run(fit, sum(sizes), name, wire=wire, **options)
+    exact = run(fit, sum(sizes), name, **options)
     assert all(distance(ours[0], each) < 1e-12 for each in ours)
     assert 0 < distance(ours[0], exact[0]) < (0.3 if wire.startswith("topk") else 0.05)
 
@@ -546,7 +548,6 @@ REFUSED: dict[str, tuple[str, type[Any], dict[str, Any], str]] = {
     "elsewhere": ("hetero_ddp", Later, {}, "but not in `configure_model`"),
     "sizes": ("hetero_ddp", ShardedNet, {"data_parallel_size": 2}, "data_parallel_size=2 times"),
     "gossip": ("hetero_gossip", ShardedNet, {"replica": "node", "ranks_per_node": [2, 1]}, "replicas of one size"),
-    "wire": ("hetero_node", ShardedNet, {"wire": "int8", "ranks_per_node": [2, 1]}, "a low-bit wire with a sharded"),
     "auto": ("hetero_auto", ShardedNet, {}, "hetero_auto"),
     "join": (
         "hetero_node",
@@ -591,16 +592,16 @@ def test_a_directory_that_lacks_a_file_is_refused_on_every_rank(tmp_path: Any) -
 # -- a replica is lost -------------------------------------------------------------------------------
 
 
-def survived(name: str, shards: bool, **options: Any) -> Any:
-    """The weights at the end of a fit in which the last rank is killed at its sixth step."""
+def survived(name: str, shards: bool, lost: int = -1, **options: Any) -> Any:
+    """The weights at the end of a fit in which a rank, by default the last, is killed at its sixth step."""
     warnings.filterwarnings("ignore", "rank .*Training goes on|.*exchanges under way|Replicas of the job|.*starts over")
-    module = ShardedNet()
+    module = ShardedNet(optimizer=options.pop("optimizer", "sgd"))
     module.shards = shards
     strategy = STRATEGIES[name](on_peer_loss="continue", timeout=60, balance="off", **options)
-    callbacks = [Killed(int(os.environ["WORLD_SIZE"]) - 1, 6)]
+    callbacks = [Killed(lost % int(os.environ["WORLD_SIZE"]), 6)]
     trainer = pl.Trainer(strategy=strategy, max_epochs=2, callbacks=callbacks, **FAST)
     trainer.fit(module, DataLoader(dataset(120), batch_size=4))
-    return whole(module), trainer.world_size, strategy.recovery.losses
+    return whole(module), trainer.world_size, strategy.traffic.exchanges
 
 
 @pytest.mark.long(after=3)
@@ -617,6 +618,29 @@ def test_sharded_replicas_go_on_when_one_is_lost(name: str, ranks: int) -> None:
     assert [outcome.value[1] for outcome in ours[:left]] == [left] * left
     if name not in ("hetero_daso", "hetero_gossip"):  # what is under way then is dropped, or not, as it happens
         assert distance(weights[0], theirs[0].value[0]) < 1e-10
+
+
+@pytest.mark.long(after=2)
+@pytest.mark.parametrize(
+    ("sizes", "lost"), [([2, 1, 1], 2), ([2, 1, 1], 0), ([2, 1, 1], 1), ([2, 1, 1], 3), ([2, 3, 1], 0)]
+)
+@pytest.mark.parametrize("name", ["hetero_node", "hetero_daso", "hetero_diloco", "hetero_easgd", "hetero_eamsgd"])
+def test_replicas_of_unequal_size_go_on_when_one_is_lost(name: str, sizes: list[int], lost: int) -> None:
+    """They exchange other pieces then; what they know of each value, such as its momentum, stays."""
+    options = {**SYNCHRONOUS[name], "ranks_per_node": sizes}
+    ours, theirs = (attempt(survived, sum(sizes), name, shards, lost, **options) for shards in (True, False))
+    firsts = [sum(sizes[:i]) for i in range(len(sizes) + 1)]
+    gone = next(range(a, b) for a, b in itertools.pairwise(firsts) if lost in range(a, b))
+    left = [rank for rank in range(sum(sizes)) if rank not in gone]
+    assert all(ours[rank].value for rank in left), ours[left[0]].trace
+    assert all(ours[rank].value is None for rank in gone)
+    weights = [ours[rank].value[0] for rank in left]
+    assert all(distance(weights[0], each) < 1e-12 for each in weights)
+    assert {ours[rank].value[1] for rank in left} == {len(left)}
+    if name != "hetero_daso":  # what is under way then is dropped, or not, as it happens
+        [other, *_] = [theirs[rank].value for rank in left]
+        assert distance(weights[0], other[0]) < 1e-10
+        assert ours[left[0]].value[2] == other[2], "exchanges, of before and after"
 
 
 def test_hetero_ddp_cannot_lose_shards() -> None:

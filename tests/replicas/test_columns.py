@@ -1,12 +1,24 @@
 """Every value of a sharded parameter is exchanged once, by the one rank of each replica that holds it."""
 
 from collections import Counter
+from collections.abc import Sequence
+from datetime import timedelta
 from itertools import accumulate
+from typing import Any
 
+import numpy as np
+import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
+from ranks import run
 
+from lightning_hetero.comm.all_reduce import Contribution, ReplicaLinks
+from lightning_hetero.comm.columns import LayoutInColumns
+from lightning_hetero.comm.compression import LOW_BIT, encoding_of
+from lightning_hetero.comm.groups import Groups
+from lightning_hetero.errors import HeteroError
 from lightning_hetero.replicas.sharding import Columns
 
 SIZES = st.lists(st.integers(1, 5), min_size=2, max_size=3)
@@ -38,11 +50,12 @@ def test_each_value_is_exchanged_once(sizes: list[int], rows: list[int]) -> None
         columns = Columns(replicas, rank, lengths, ["buffer"])
         assert columns.ranks == sorted(set(columns.ranks))
         assert all(rank in column and len(column) == len(sizes) for column in columns.ranks)
-        assert [column for column, *_ in columns.cut("buffer", torch.ones(3))]
+        assert all(segment[1:] == (0, 3) for segment in columns.cut("buffer", 3))
+        assert list(columns.cut("buffer", 3))
         for name in names:
-            values = torch.tensor(held[rank, name], dtype=torch.int64)
-            for column, piece, _ in columns.cut(name, values):
-                found.update((name, int(value), columns.ranks[column]) for value in piece)
+            values = held[rank, name]
+            for column, start, stop in columns.cut(name, len(values)):
+                found.update((name, value, columns.ranks[column]) for value in values[start:stop])
     for name, count in zip(names, rows, strict=True):
         for value in range(count):
             owners = tuple(next(r for r in ranks if value in held[r, name]) for ranks in replicas)
@@ -52,3 +65,183 @@ def test_each_value_is_exchanged_once(sizes: list[int], rows: list[int]) -> None
                 }
             else:
                 assert found[name, value, owners] == len(owners)
+
+
+# -- of what a replica knows -------------------------------------------------------------------------
+
+ROWS_OF = {"a": 300, "b": 7}
+BUFFER = 5  # values
+LIMIT = timedelta(seconds=20)
+
+
+class Job:
+    """Ranks of replicas of these sizes, and what each holds of two parameters in shards and of a buffer."""
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        firsts = [0, *accumulate(sizes)]
+        self.replicas = [range(a, a + n) for a, n in zip(firsts, sizes, strict=False)]
+        self.world = sum(sizes)
+        self.held = list[dict[str, range]]()  # of each rank and parameter, the numbers of its values
+        for n in sizes:
+            ends = {name: [0, *accumulate(shards(rows, n))] for name, rows in ROWS_OF.items()}
+            self.held += [{name: range(end[i], end[i + 1]) for name, end in ends.items()} for i in range(n)]
+
+    def layout(self, rank: int) -> list[dict[str, torch.Tensor]]:
+        sizes = {name: len(numbers) for name, numbers in self.held[rank].items()}
+        return [{name: torch.zeros(n) for name, n in {**sizes, "buffer": BUFFER}.items()}]
+
+    def columns(self, rank: int) -> Columns:
+        lengths = [{name: len(numbers) for name, numbers in of.items()} for of in self.held]
+        return Columns(self.replicas, rank, lengths, ["buffer"])
+
+    def links(self, rank: int) -> ReplicaLinks:
+        """The network between replicas, of the rank that this process is."""
+        columns = self.columns(rank)
+        links = ReplicaLinks(rank, self.replicas, Groups.open(LIMIT), "error", None, columns.ranks, columns.cut)
+        links.lay_out(self.layout(rank))
+        return links
+
+    def part(self, whole: dict[str, torch.Tensor], rank: int) -> torch.Tensor:
+        """A rank's vector."""
+        shards = [whole[name][numbers.start : numbers.stop] for name, numbers in self.held[rank].items()]
+        return torch.cat([*shards, whole["buffer"]])
+
+
+def drawn(seed: Sequence[int]) -> dict[str, torch.Tensor]:
+    draw = np.random.default_rng(seed)
+    sizes = {**ROWS_OF, "buffer": BUFFER}
+    return {name: torch.tensor(draw.normal(size=n), dtype=torch.float32) for name, n in sizes.items()}
+
+
+def state(job: Job, replica: int, rank: int) -> dict[str, Any]:
+    """A rank's state, if it were of a replica: vectors, and what an optimizer holds by the names of parameters."""
+    whole = drawn([replica])
+    named = {name: {"momentum": whole[name][n.start : n.stop] * 2} for name, n in job.held[rank].items()}
+    return {"vectors": [job.part(whole, rank)], "outer": [{"state": named, "lr": 0.1}], "step": torch.ones(1)}
+
+
+@pytest.mark.parametrize("sizes", [(2, 1), (1, 3), (4, 2, 3)])
+def test_state_of_another_replica_is_put_together(sizes: Sequence[int]) -> None:
+    job = Job(sizes)
+    layouts = [LayoutInColumns(job.layout(rank), job.columns(rank).cut) for rank in range(job.world)]
+    for of, ranks in enumerate(job.replicas):
+        for rank in range(job.world):
+            theirs = []
+            for column in job.columns(rank).ranks:
+                source = column[of]
+                assert source in ranks
+                number = job.columns(source).ranks.index(column)
+                theirs.append(layouts[source].pieces(state(job, of, source), number))
+            torch.testing.assert_close(layouts[rank].whole(theirs), state(job, of, rank), rtol=0, atol=0)
+
+
+def taken_over(sizes: Sequence[int]) -> list[tuple[Any, Any]]:
+    """The state of each rank's replica as it comes here, and as it should."""
+    dist.init_process_group("gloo", timeout=LIMIT)
+    job, rank = Job(sizes), dist.get_rank()
+    links, found = job.links(rank), []
+    for of, ranks in enumerate(job.replicas):
+        for source in ranks:
+            found.append((links.value_of(source, state(job, links.index, rank)), state(job, of, rank)))
+    with pytest.raises(HeteroError, match="a vector of 3 values was to be exchanged"):
+        links.average([torch.ones(3)], [1] * len(sizes), [torch.zeros(3)])
+    dist.barrier()
+    return found
+
+
+def test_ranks_take_over_the_state_of_another_replica() -> None:
+    for rank in run(taken_over, 4, (2, 1, 1)):
+        for came, expected in rank:
+            torch.testing.assert_close(came, expected, rtol=0, atol=0)
+
+
+# -- low-bit wires -----------------------------------------------------------------------------------
+
+STEPS = 5
+
+
+def exchanged(sizes: Sequence[int], wire: str) -> tuple[list[torch.Tensor], list[torch.Tensor], int]:
+    """The mean of each step, the residuals, and the bytes that this rank has sent."""
+    dist.init_process_group("gloo", timeout=LIMIT)
+    job, rank = Job(sizes), dist.get_rank()
+    links = job.links(rank)
+    reference = torch.zeros(len(job.part(drawn([0]), rank)))
+    feedback, means = links.feedback(wire, [len(reference) - BUFFER]), []
+    for step in range(STEPS):
+        own = job.part(drawn([links.index, step]), rank)
+        contribution = Contribution([own], [1] * len(sizes), [reference], wire, feedback=feedback)
+        means.append(links.exchange(contribution).mean[0].clone())
+    assert feedback is not None
+    dist.barrier()
+    return means, feedback.state_dict(), links.traffic.bytes
+
+
+def by_hand(sizes: Sequence[int], wire: str) -> tuple[list[dict[str, torch.Tensor]], dict[tuple[str, int], float], int]:
+    """The means of whole parameters, what is left out of the sum of each value, and all bytes."""
+    job, encoding, count = Job(sizes), encoding_of(wire), len(sizes)
+    assert encoding is not None
+    owners = {
+        (name, value): tuple(next(r for r in ranks if value in job.held[r][name]) for ranks in job.replicas)
+        for name, rows in ROWS_OF.items()
+        for value in range(rows)
+    }
+    means = [{name: torch.zeros(rows) for name, rows in ROWS_OF.items()} for _ in range(STEPS)]
+    left = dict.fromkeys(owners, 0.0)
+
+    def coded(rest: torch.Tensor) -> torch.Tensor:
+        """What arrives of values; they become what is left."""
+        message, arrived = torch.zeros(encoding.bytes(len(rest)), dtype=torch.uint8), torch.zeros(len(rest))
+        encoding.encode(rest, message)
+        encoding.add(message, arrived)
+        return arrived
+
+    sent = 0
+    for column in sorted(set(owners.values())):
+        mine = [value for value in owners if owners[value] == column]
+        part = -(-len(mine) // count)
+        rests = [torch.zeros(len(mine)) for _ in range(count)]
+        sums = torch.zeros(count, part)
+        sent += STEPS * count * (encoding.bytes(len(mine)) if count == 2 else 4 * encoding.bytes(part))
+        for step in range(STEPS):
+            total = torch.zeros(count * part)
+            for replica, rest in enumerate(rests):
+                own = drawn([replica, step])
+                rest += torch.stack([own[name][value] for name, value in mine]) * torch.tensor(1 / count)
+                if count == 2:
+                    total[: len(mine)] += coded(rest)
+                else:
+                    padded = torch.cat([rest, torch.zeros(count * part - len(mine))])
+                    total += torch.cat([coded(piece) for piece in padded.split(part)])
+                    rest.copy_(padded[: len(mine)])
+            if count > 2:
+                sums += total.view(count, part)
+                total = torch.cat([coded(row) for row in sums])
+            for (name, value), found in zip(mine, total.tolist(), strict=False):
+                means[step][name][value] = found
+        for number, value in enumerate(mine):
+            left[value] = sum(float(rest[number]) for rest in rests) + (
+                float(sums.view(-1)[number]) if count > 2 else 0
+            )
+    return means, left, sent
+
+
+@pytest.mark.long(after=2)
+@pytest.mark.parametrize("sizes", [(2, 1), (2, 1, 1)])
+@pytest.mark.parametrize("wire", LOW_BIT)
+def test_a_low_bit_wire_carries_each_column_by_itself(sizes: Sequence[int], wire: str) -> None:
+    job, results, (means, left, coded_bytes) = Job(sizes), run(exchanged, sum(sizes), sizes, wire), by_hand(sizes, wire)
+    buffers = sum(len(list(job.columns(rank).cut("buffer", BUFFER))) for rank in range(job.world))
+    plain = STEPS * buffers * round(2 * (len(sizes) - 1) / len(sizes) * 4 * BUFFER)
+    for step, mean in enumerate(means):
+        truth = sum(drawn([replica, step])["buffer"] for replica in range(len(sizes))) / len(sizes)
+        for rank, (found, *_) in enumerate(results):
+            expected = job.part({**mean, "buffer": truth}, rank)
+            torch.testing.assert_close(found[step], expected, rtol=0, atol=1e-6)
+    for name, rows in ROWS_OF.items():  # what has arrived and what is left make up all
+        exact = sum(drawn([r, step])[name] for step in range(STEPS) for r in range(len(sizes))) / len(sizes)
+        arrived = sum(mean[name] for mean in means)
+        rest = torch.tensor([left[name, value] for value in range(rows)])
+        torch.testing.assert_close(arrived + rest, exact, rtol=0, atol=1e-5)
+    residuals = sum(sum(float(each.double().sum()) for each in state) for _, state, _ in results)
+    assert residuals == pytest.approx(sum(left.values()), abs=1e-4)
+    assert sum(sent for *_, sent in results) == coded_bytes + plain

@@ -6,6 +6,8 @@ A test that is here and no longer differs fails `make test-upstream`, as does on
 _SPIKE = "callbacks/test_spike.py::test_trainer_spike_detection_integration"
 _UNUSED = "strategies/test_ddp_integration.py::test_find_unused_parameters_ddp"
 _DDP = "strategies/test_ddp.py"
+_SHARDED = "strategies/test_model_parallel_integration.py"
+_PARALLEL = "strategies/test_model_parallel.py"
 
 _BY_REASON: dict[str, tuple[str, ...]] = {
     "A loss that is not finite is an error on every rank before the optimizer steps, so before the callback sees it; "
@@ -34,6 +36,28 @@ _BY_REASON: dict[str, tuple[str, ...]] = {
     "The test replaces init_process_group by a mock, but ours meets the other ranks right after it.": (
         f"{_DDP}::test_set_timeout",
         f"{_DDP}::test_device_id_passed_for_cuda_devices_pytorch",
+    ),
+    "With save_distributed_checkpoint=False theirs gathers the whole model on rank 0 when it is asked for its state; "
+    "ours gives each rank its shards, and gathers one tensor after the other where the file is written.": (
+        f"{_SHARDED}::test_strategy_state_dict[False]",
+        f"{_SHARDED}::test_load_full_state_checkpoint_into_regular_model",
+        f"{_SHARDED}::test_load_standard_checkpoint_into_distributed_model",
+    ),
+    "The test calls a method of ModelParallelStrategy on mocks, without ranks that have met, or asks for its message "
+    "or warning; ours is a DDPStrategy, whose ranks make the mesh when they have met.": (
+        f"{_PARALLEL}::test_torch_greater_equal_2_4",
+        f"{_PARALLEL}::test_device_mesh_access",
+        *(
+            f"{_PARALLEL}::test_validate_device_mesh_dimensions[{sizes}]"
+            for sizes in ("1-4-1-1", "1-4-2-3", "1-4-4-2", "2-4-1-4", "2-4-2-1")
+        ),
+        f"{_PARALLEL}::test_fsdp_v1_modules_unsupported",
+        f"{_PARALLEL}::test_configure_model_required",
+        f"{_PARALLEL}::test_save_checkpoint_storage_options",
+        f"{_PARALLEL}::test_save_checkpoint_path_exists",
+        f"{_PARALLEL}::test_load_unknown_checkpoint_type",
+        f"{_PARALLEL}::test_set_timeout",
+        f"{_PARALLEL}::test_meta_device_materialization",
     ),
 }
 

@@ -3,7 +3,8 @@
 `run.py` starts pytest with it and says by environment variables what to do:
 
 * `UPSTREAM_SIDE`: `ours` puts `HeteroDDPStrategy` in the place of Lightning's `DDPStrategy`, and under all of the names
-  that Lightning has for it. `stock` leaves Lightning as it is.
+  that Lightning has for it; and in the place of `ModelParallelStrategy`, whose default is to split layers over all
+  ranks of a node. `stock` leaves Lightning as it is.
 * `UPSTREAM_EVERYWHERE`: if set, a Trainer that is not told any strategy takes `ddp` on one device, too.
 * `UPSTREAM_RESULTS`: the file to which the outcome of each test goes, one JSON object per line.
 """
@@ -12,11 +13,15 @@ import functools
 import json
 import os
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import lightning.pytorch.strategies as strategies
 import lightning.pytorch.strategies.ddp as ddp_module
 import pytest
+import torch
 from expected import EXPECTED
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, StrategyRegistry
 from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
@@ -34,6 +39,26 @@ def _take_over() -> None:
         StrategyRegistry.register(name, HeteroDDPStrategy, entry["description"], **entry["init_params"])
     # Tests import the class from the package, and name the module when they replace a method of it.
     strategies.DDPStrategy = ddp_module.DDPStrategy = HeteroDDPStrategy  # type: ignore[misc]
+
+    class ModelParallel(HeteroDDPStrategy):
+        def __init__(self, *, tensor_parallel_size: Any = "auto", **options: Any) -> None:
+            self._splits_layers_over_all = tensor_parallel_size == "auto"
+            super().__init__(
+                tensor_parallel_size=1 if self._splits_layers_over_all else tensor_parallel_size, **options
+            )
+
+        def setup_environment(self) -> None:
+            if self._splits_layers_over_all:
+                self.options = replace(self.options, tensor_parallel_size=len(self.parallel_devices or ()))
+            super().setup_environment()
+
+        @contextmanager
+        def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
+            # Theirs makes such models without memory; with ours you do so by torch.device("meta").
+            with super().tensor_init_context(), torch.device("meta") if empty_init else nullcontext():
+                yield
+
+    strategies.ModelParallelStrategy = ModelParallel  # type: ignore[misc]
 
 
 def _count() -> None:
