@@ -131,7 +131,8 @@ def test_the_samples_of_a_stream_are_asked_as_they_come():
 def ranks_that_draw(world, plans, costs, samples, position):
     def cut(sampler, step, in_epoch, batch):
         plan = next(plan for plan in reversed(plans) if plan.start <= step)
-        return costs.deal(plan, batch)
+        order, shares = costs.deal(plan, batch)
+        return order, shares, plan.passes(shares)
 
     return [
         ShareSampler(FixedBatches(range(samples), 12, False), rank, range(world), lambda: position, cut, costs)
