@@ -1,12 +1,27 @@
 """More than fits: ranks run their parts of a batch in passes, and the weights stay those of one process."""
 
+import sys
+import time
+import warnings
+from itertools import accumulate
 from typing import Any
 
+import lightning.pytorch as pl
+import pytest
+import torch
 from oracles import oracle
-from ranks import run
-from tasks import Net, TokenNet, error, fits, parameters
+from ranks import attempt, run
+from tasks import FAST, GanLike, Memory, Net, TokenNet, dataset, error, fits, one_process, parameters, rank, train
+from test_shared_stream import Plain
+from test_uneven_data import ADDITIVE, PADDED, batches_of
+from torch.utils.data import DataLoader
+from virtual_time import virtual_time
 
-from lightning_hetero import HeteroDDPStrategy, NodeAverageStrategy  # noqa: F401
+from lightning_hetero import HeteroDDPStrategy, NodeAverageStrategy, SharedStream
+from lightning_hetero.batching.passes import Passes
+from lightning_hetero.batching.shares import Cost, makespan, split, stepwise
+
+FOUR = {"balance": [1.0, 4.0], "max_batch_size": 3}  # of 15 samples 3 and 12: one pass, and four
 
 
 class AdamW(Net):
@@ -14,31 +29,18 @@ class AdamW(Net):
         super().__init__("adamw")
 
 
-#: Options of the strategy, the model, and what ours and one process have in common.
+#: Options of the strategy, the model, what ours and one process have in common, and what is ours only.
 CASES: dict[str, tuple[dict[str, Any], Any, dict[str, Any], dict[str, Any]]] = {
-    "1:4": ({"balance": [1.0, 4.0], "max_batch_size": 3}, Net, {}, {}),
-    "0 samples": ({"balance": [1.0, 0.0], "max_batch_size": 3}, Net, {}, {}),
+    "1:4": (FOUR, Net, {}, {}),
+    "a rank without samples": ({**FOUR, "balance": [0.0, 1.0]}, Net, {}, {}),
     "measured": ({"max_batch_size": [2, 1], "rebalance_every_n_steps": 1}, Net, {}, {}),
-    "accumulated, clipped": (
-        {"balance": [1.0, 4.0], "max_batch_size": 3},
-        Net,
-        {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1},
-        {},
-    ),
-    "tokens": ({"balance": [1.0, 3.0], "max_batch_size": [2, 3]}, TokenNet, {}, {}),
-    "tokens, accumulated": (
-        {"balance": [1.0, 3.0], "max_batch_size": [2, 3]},
-        TokenNet,
-        {"accumulate_grad_batches": 2},
-        {},
-    ),
-    "AdamW, clipped, workers": (
-        {"balance": [1.0, 4.0], "max_batch_size": 3},
-        AdamW,
-        {"gradient_clip_val": 0.1},
-        {"loader": {"num_workers": 1}},
-    ),
-    "skip": ({"balance": [1.0, 4.0], "max_batch_size": 3, "on_nan": "skip"}, Net, {}, {}),
+    "accumulated, clipped": (FOUR, Net, {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}, {}),
+    "tokens": ({**FOUR, "max_batch_size": [2, 5]}, TokenNet, {}, {}),
+    "tokens, accumulated": (FOUR, TokenNet, {"accumulate_grad_batches": 2}, {}),
+    "AdamW, clipped, workers": (FOUR, AdamW, {"gradient_clip_val": 0.1}, {"loader": {"num_workers": 1}}),
+    "skip": ({**FOUR, "on_nan": "skip"}, Net, {}, {}),
+    "dealt by cost": ({**ADDITIVE, "max_batch_size": [3, 2]}, Net, {}, {}),
+    "dealt by length": ({**PADDED, "max_batch_size": [3, 2]}, TokenNet, {}, {}),
 }
 
 
@@ -48,7 +50,179 @@ def test_passes_come_to_what_one_process_comes_to() -> None:
         for name, (options, make, both, ours) in CASES.items()
     }
     ranks = run(fits, 2, calls)
-    for name, (_, make, both, _) in CASES.items():
-        truth = parameters(oracle(make, 15, **both))
-        for results in ranks:
+    for name, (options, make, both, _) in CASES.items():
+        alone = oracle(make, 15, **both)
+        truth, most = parameters(alone), options["max_batch_size"]
+        assert error(truth, parameters(make())) > 1e-3, name
+        for number, results in enumerate(ranks):
             assert error(results[name]["parameters"], truth) <= 1e-10, name
+            sizes = [len(part) for part in results[name]["seen"]]
+            assert max(sizes) <= (most if isinstance(most, int) else most[number]), name
+    one, other = (results["1:4"] for results in ranks)
+    assert [len(part) for part in other["seen"][:4]] == [3, 3, 3, 3]
+    assert len(one["seen"]) == 21  # batches of three epochs; on the other rank four passes, the tails three
+    assert len(other["seen"]) == 3 * (6 * 4 + 3)
+
+
+# -- what is logged, and what hooks see --------------------------------------------------------------------
+
+
+class Logs(Net):
+    """Logs in many ways, and tells what its hooks see."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.told: list[str] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        x, _, length, _ = batch
+        self.log("local", loss)
+        self.log("tokens", length.double().mean(), batch_size=len(x), sync_dist=True, on_epoch=True)
+        self.log("total", length.double().sum(), reduce_fx="sum", sync_dist=True, on_step=True)
+        self.log("most", x.max(), reduce_fx="max", sync_dist=True, on_epoch=True)
+        return {"loss": loss, "samples": len(x)}
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        assert not isinstance(batch, Passes)
+        return batch
+
+    def transfer_batch_to_device(self, batch: Any, device: Any, dataloader_idx: int) -> Any:
+        assert not isinstance(batch, Passes)
+        return super().transfer_batch_to_device(batch, device, dataloader_idx)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.told = [f"begins with {len(batch) if isinstance(batch, Passes) else 1}"]
+
+    def on_before_backward(self, loss: torch.Tensor) -> None:
+        self.told.append("before backward")
+
+    def on_after_backward(self) -> None:
+        self.told.append("after backward")
+
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        self.told.append("before zero")
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.loss_of_batch = outputs["loss"].item()
+
+
+def _logged() -> Any:
+    module, memory = Logs(), Memory()
+    strategy = HeteroDDPStrategy(**FOUR, global_batch_size=15)
+    train(module, strategy, DataLoader(dataset(15), 15), logger=memory, log_every_n_steps=1)
+    row = {name: value for _, row in memory.rows for name, value in row.items()}
+    return row, module.told, module.loss_of_batch, module.seen
+
+
+def test_what_passes_log_counts_by_samples_and_hooks_run_once() -> None:
+    (x, y, length, _), net = dataset(15).tensors, Net()
+    losses = ((net.net(x) - y) ** 2).detach().squeeze()
+    for number, (row, told, loss, seen) in enumerate(run(_logged, 2)):
+        own = losses[sum(seen, [])]
+        assert [len(part) for part in seen] == [[3], [3, 3, 3, 3]][number]
+        assert row["train_step"] == pytest.approx(losses.mean().item(), rel=1e-9)
+        assert row["train_epoch"] == pytest.approx(losses.mean().item(), rel=1e-9)
+        assert row["local"] == pytest.approx(own.mean().item(), rel=1e-9)
+        assert row["tokens_step"] == row["tokens_epoch"] == pytest.approx(length.double().mean().item(), rel=1e-9)
+        assert row["total"] == length.sum().item()
+        assert row["most_step"] == row["most_epoch"] == x.max().item()
+        assert loss == pytest.approx(own.mean().item(), rel=1e-9)
+        begins = f"begins with {(1, 4)[number]}"
+        assert told == [begins, "before zero", "before backward", "after backward"]
+
+
+# -- other data, other strategies --------------------------------------------------------------------------
+
+
+class Listed:
+    """A batch of a class of the user's, which nobody else can cut."""
+
+    def __init__(self, samples: list[Any]) -> None:
+        assert len(samples) <= 3
+        self.samples = samples
+
+
+class OfLists(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self.loss(torch.utils.data.default_collate(batch.samples))
+
+
+class InOrder(Plain):
+    def order(self) -> list[int]:
+        return list(range(len(self.data)))
+
+
+def _elsewhere() -> dict[str, Any]:
+    def weights(module: Net, strategy: Any, data: Any, **options: Any) -> torch.Tensor:
+        train(module, strategy, data, max_epochs=2, **options)
+        return parameters(module)
+
+    four = {**FOUR, "global_batch_size": 15}
+    stream = DataLoader(SharedStream(InOrder(45)), batch_size=8)
+    return {
+        "collated": weights(OfLists(), HeteroDDPStrategy(**four), _in_order(collate_fn=Listed)),
+        "stream": weights(Net(), HeteroDDPStrategy(**four), stream),
+        "node": weights(Net(), NodeAverageStrategy(**four, every_n_steps=1, ranks_per_node=1), _in_order()),
+        "own batches": weights(Net(), HeteroDDPStrategy(**FOUR), DataLoader(dataset(45), batch_sampler=_eights())),
+    }
+
+
+def _in_order(**options: Any) -> DataLoader:
+    return DataLoader(dataset(45), 8, sampler=range(45), **options)
+
+
+def _eights() -> list[list[int]]:
+    return [list(range(first, min(first + 8, 45))) for first in range(0, 45, 8)]
+
+
+def test_passes_of_any_data_and_of_replicas() -> None:
+    fifteens = [list(range(first, first + 15)) for first in (0, 15, 30)]
+    truth = one_process(45, fifteens)
+    pairs = [sum(_eights()[i : i + 2], []) for i in (0, 2, 4)]
+    for found in run(_elsewhere, 2):
+        assert error(found["stream"], truth) <= 1e-10
+        assert error(found["node"], truth) <= 1e-10
+        assert error(found["own batches"], one_process(45, pairs)) <= 1e-10
+        assert error(found["collated"], truth) <= 1e-10
+
+
+# -- what the planner says of a step -----------------------------------------------------------------------
+
+FIXED, PER_SAMPLE, LIMITS, BATCH = (0.020, 0.010), (0.001, 0.004), (8, 4), 48  # a batch of four times the limits
+
+
+class Emulated(Net):
+    """Takes as long as its rank's device would need, in each pass."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        time.sleep(FIXED[self.global_rank] + PER_SAMPLE[self.global_rank] * len(batch[0]))
+        return super().training_step(batch, batch_idx)
+
+
+def _timed() -> Any:
+    module, timings = Emulated(), list[Any]()
+    options: dict[str, Any] = {"max_batch_size": list(LIMITS), "rebalance_every_n_steps": 2}
+
+    class Watch(pl.Callback):
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            strategy.accounting.watchers.append(timings.append)
+
+    with virtual_time(sys.modules[__name__]):
+        strategy = HeteroDDPStrategy(global_batch_size=BATCH, **options)
+        train(module, strategy, DataLoader(dataset(BATCH * 40), batch_size=24), callbacks=[Watch()])
+    accounting = strategy.accounting
+    shares = accounting.planner.shares(accounting.step)
+    costs = [report.cost for report in accounting.reports]
+    assert max(len(part) for part in module.seen) <= LIMITS[rank()]
+    return shares, makespan(shares, stepwise(BATCH, costs, LIMITS)), timings[-1].work
+
+
+def test_a_step_takes_as_long_as_predicted_and_shares_are_the_best() -> None:
+    """The clocks are virtual: nothing but the emulated devices takes time."""
+    (shares, predicted, one), (again, _, other) = run(_timed, 2)
+    truth = stepwise(BATCH, [Cost(a, k) for a, k in zip(FIXED, PER_SAMPLE, strict=True)], LIMITS)
+    assert shares == again
+    assert makespan(shares, truth) == pytest.approx(max(one, other))
+    assert predicted == pytest.approx(max(one, other), rel=0.05)
+    assert makespan(shares, truth) <= 1.05 * makespan(split(BATCH, truth), truth)
