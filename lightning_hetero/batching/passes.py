@@ -32,12 +32,8 @@ class CollateInPasses:
 
     def __call__(self, samples: Any) -> Any:
         """A batch, or the :class:`Passes` if there are several."""
-        if not isinstance(samples, list | tuple):
-            raise DataError(
-                f"max_batch_size: the dataset gives a {type(samples).__name__} for a list of indices, which cannot be "
-                "cut into passes. Let its `__getitems__` return a list of samples, or leave max_batch_size out."
-            )
-        if (count := passes(len(samples), self.limit)) == 1:
+        count = passes(len(samples), self.limit) if isinstance(samples, list) else 1  # others are made in one piece
+        if count == 1:
             return self.collate(samples)
         return Passes(self.collate(part) for part in in_passes(samples, count))
 
@@ -48,6 +44,20 @@ def in_passes(samples: Sequence[T], count: int) -> list[list[T]]:
     return [list(samples[begin:end]) for begin, end in pairwise([0, *ends])]
 
 
-def batches_of(batch: Any) -> Sequence[Any]:
-    """The batches of a rank in one step: several, or the only one."""
-    return batch if isinstance(batch, Passes) else [batch]
+def batches_of(batch: Any, count: int | None = None) -> Sequence[Any]:
+    """The batches of a rank in one step: several, or the only one.
+
+    Args:
+        batch: as the loader gives it.
+        count: passes that the rank is to run, if that is known.
+
+    Raises:
+        DataError: the batch could not be cut into as many.
+    """
+    batches = batch if isinstance(batch, Passes) else [batch]
+    if count is not None and len(batches) != count:
+        raise DataError(
+            f"a rank's part of a batch is to be run in {count} passes, and its dataset makes it in {len(batches)}. Let "
+            "its `__getitems__` return a list of samples, of which `collate_fn` makes a batch; or raise max_batch_size."
+        )
+    return batches

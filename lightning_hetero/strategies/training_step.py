@@ -145,7 +145,8 @@ class TrainingStep:
         """
         module, drawn = trainer.lightning_module, self._accounting.current()
         self._samples += drawn.total
-        self._batches, self._run, self._pass, self._mean = batches_of(batch), run, 0, None
+        self._batches, self._run = batches_of(batch, drawn.passes), run
+        self._pass, self._mean = 0, None
         self._logging.begin(even_sizes(int(drawn.samples), len(self._batches)))
         if len(self._batches) > 1:
             lightning_compat.ResultOfPasses.of(trainer)

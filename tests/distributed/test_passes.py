@@ -2,24 +2,23 @@
 
 import sys
 import time
-import warnings
-from itertools import accumulate
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
 from oracles import oracle
-from ranks import attempt, run
-from tasks import FAST, GanLike, Memory, Net, TokenNet, dataset, error, fits, one_process, parameters, rank, train
+from ranks import run
+from tasks import Memory, Net, TokenNet, dataset, error, fits, one_process, parameters, rank, train
 from test_shared_stream import Plain
-from test_uneven_data import ADDITIVE, PADDED, batches_of
+from test_uneven_data import ADDITIVE, PADDED
 from torch.utils.data import DataLoader
 from virtual_time import virtual_time
 
 from lightning_hetero import HeteroDDPStrategy, NodeAverageStrategy, SharedStream
 from lightning_hetero.batching.passes import Passes
 from lightning_hetero.batching.shares import Cost, makespan, split, stepwise
+from lightning_hetero.errors import NotFiniteError
 
 FOUR = {"balance": [1.0, 4.0], "max_batch_size": 3}  # of 15 samples 3 and 12: one pass, and four
 
@@ -119,7 +118,7 @@ def test_what_passes_log_counts_by_samples_and_hooks_run_once() -> None:
     (x, y, length, _), net = dataset(15).tensors, Net()
     losses = ((net.net(x) - y) ** 2).detach().squeeze()
     for number, (row, told, loss, seen) in enumerate(run(_logged, 2)):
-        own = losses[sum(seen, [])]
+        own = losses[[i for part in seen for i in part]]
         assert [len(part) for part in seen] == [[3], [3, 3, 3, 3]][number]
         assert row["train_step"] == pytest.approx(losses.mean().item(), rel=1e-9)
         assert row["train_epoch"] == pytest.approx(losses.mean().item(), rel=1e-9)
@@ -179,7 +178,7 @@ def _eights() -> list[list[int]]:
 def test_passes_of_any_data_and_of_replicas() -> None:
     fifteens = [list(range(first, first + 15)) for first in (0, 15, 30)]
     truth = one_process(45, fifteens)
-    pairs = [sum(_eights()[i : i + 2], []) for i in (0, 2, 4)]
+    pairs = [[*first, *second] for first, second in zip(_eights()[::2], _eights()[1::2], strict=True)]
     for found in run(_elsewhere, 2):
         assert error(found["stream"], truth) <= 1e-10
         assert error(found["node"], truth) <= 1e-10
@@ -226,3 +225,96 @@ def test_a_step_takes_as_long_as_predicted_and_shares_are_the_best() -> None:
     assert makespan(shares, truth) == pytest.approx(max(one, other))
     assert predicted == pytest.approx(max(one, other), rel=0.05)
     assert makespan(shares, truth) <= 1.05 * makespan(split(BATCH, truth), truth)
+
+
+# -- what is not finite ------------------------------------------------------------------------------------
+
+
+class Broken(Net):
+    """The loss of rank 1 is not finite in the third of four passes of the second batch."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = super().training_step(batch, batch_idx)
+        return loss * float("nan") if self.global_rank == 1 and len(self.seen) == 7 else loss
+
+
+def _broken(mode: str) -> Any:
+    module, data = Broken(), DataLoader(dataset(45), 15, sampler=range(45))
+    train(module, HeteroDDPStrategy(**FOUR, global_batch_size=15, on_nan=mode), data)
+    return parameters(module)
+
+
+@pytest.mark.filterwarnings("ignore:At step")
+def test_a_pass_that_is_not_finite() -> None:
+    for outcome in attempt(_broken, 2, "error"):
+        assert isinstance(outcome.error, NotFiniteError)
+        assert "the loss of rank 1 was not finite" in str(outcome.error)
+    whole = one_process(45, [list(range(15)), list(range(30, 45))], epochs=1)
+    for found in run(_skipped, 2):
+        assert error(found, whole) <= 1e-10  # the whole step is left out
+
+
+def _skipped() -> torch.Tensor:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = _broken("skip")
+    words = [str(one.message) for one in caught if "on_nan='skip'" in str(one.message)]
+    assert len(words) == (rank() == 0)
+    assert all("the loss of rank 1 was not finite: no optimizer steps" in text for text in words)
+    return found
+
+
+# -- BatchNorm, memory, a lost rank ------------------------------------------------------------------------
+
+
+class Normed(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net.insert(1, torch.nn.BatchNorm1d(16).double())
+
+
+class Small(Net):
+    """Runs on devices that hold so many samples."""
+
+    most = (5, 2)
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        if len(batch[0]) > self.most[self.global_rank]:
+            raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+        return super().loss(batch)
+
+
+def _devices() -> Any:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        train(Normed(), HeteroDDPStrategy(**FOUR, global_batch_size=16), DataLoader(dataset(64), 8))
+    told = [str(one.message) for one in caught if "BatchNorm" in str(one.message)]
+    module, data = Small(), DataLoader(dataset(45), 15, sampler=range(45), num_workers=1)
+    strategy = HeteroDDPStrategy(global_batch_size=15, max_batch_size="auto", max_batch_memory="1TB", balance="off")
+    train(module, strategy, data, max_epochs=2)
+    return told, parameters(module), [len(part) for part in module.seen], strategy.accounting.planner.high
+
+
+def test_batch_norm_is_told_of_and_measured_limits_are_those_of_a_pass() -> None:
+    truth = one_process(45, [list(range(first, first + 15)) for first in (0, 15, 30)])
+    for number, (told, found, sizes, high) in enumerate(run(_devices, 2)):
+        assert len(told) == 1
+        assert "normalises by the samples of a pass" in told[0]
+        assert error(found, truth) <= 1e-10
+        assert high == (4, 1)
+        assert sizes == [[4, 4] * 6, [1] * 7 * 6][number]
+
+
+def _survivors() -> Any:
+    strategy = HeteroDDPStrategy(global_batch_size=15, max_batch_size=6, balance="off", on_peer_loss="continue")
+    module = Net()
+    train(module, strategy, DataLoader(dataset(150), 5, shuffle=True), callbacks=[Killed(2, 4)])
+    return [len(part) for part in module.seen], parameters(module)
+
+
+def test_ranks_that_remain_go_on_in_passes() -> None:
+    one, other, _ = attempt(_survivors, 3)
+    (sizes, weights), (_, same) = one.value, other.value
+    assert sizes[:4] == [5, 5, 5, 5]
+    assert sizes[-4:] == [4, 4, 4, 4]
+    assert torch.equal(weights, same)
