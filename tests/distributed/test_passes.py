@@ -2,14 +2,15 @@
 
 import sys
 import time
+import warnings
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
 from oracles import oracle
-from ranks import run
-from tasks import Memory, Net, TokenNet, dataset, error, fits, one_process, parameters, rank, train
+from ranks import attempt, run
+from tasks import Killed, Memory, Net, TokenNet, dataset, error, fits, one_process, parameters, rank, train
 from test_shared_stream import Plain
 from test_uneven_data import ADDITIVE, PADDED
 from torch.utils.data import DataLoader
@@ -244,7 +245,6 @@ def _broken(mode: str) -> Any:
     return parameters(module)
 
 
-@pytest.mark.filterwarnings("ignore:At step")
 def test_a_pass_that_is_not_finite() -> None:
     for outcome in attempt(_broken, 2, "error"):
         assert isinstance(outcome.error, NotFiniteError)
