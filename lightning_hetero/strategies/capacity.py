@@ -561,4 +561,5 @@ def _load(loader: Any, first: Sequence[Any] | None, samples: int) -> Any:
     if like.num_workers:
         given |= {name: getattr(like, name) for name in ("worker_init_fn", "timeout", "multiprocessing_context")}
     workers, generator = min(1, like.num_workers), torch.Generator()
-    return next(iter(DataLoader(**given, collate_fn=like.collate_fn, num_workers=workers, generator=generator)))
+    collate = like.collate_fn.collate if isinstance(like.collate_fn, CollateInPasses) else like.collate_fn
+    return next(iter(DataLoader(**given, collate_fn=collate, num_workers=workers, generator=generator)))

@@ -41,7 +41,7 @@ _EPOCH = ("on_train_start", "on_train_epoch_start", "on_train_epoch_end")  # hoo
 
 
 class LoggedInPasses:
-    """What a training step logs in several passes on a batch: once for all of them, in the last one.
+    """Values that a training step logs in several passes on a batch: logged once, in the last pass.
 
     Ranks may run different numbers of passes, and yet meet as often. A mean weighs passes by their samples, or by the
     ``batch_size`` that is given.

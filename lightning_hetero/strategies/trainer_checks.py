@@ -24,7 +24,7 @@ from lightning_hetero.comm.agreement import check_equal, gather, raise_on_all
 from lightning_hetero.comm.compression import encoding_of
 from lightning_hetero.comm.view import View
 from lightning_hetero.errors import ConfigurationError, HeteroError, UnsupportedError
-from lightning_hetero.lightning_compat import saves_by_time, validation_interval
+from lightning_hetero.lightning_compat import ddp_options, saves_by_time, trainer_of, validation_interval
 from lightning_hetero.replicas.sharding import is_dtensor, is_sharded
 from lightning_hetero.strategies.options import Options
 from lightning_hetero.strategies.weight_averaging import averages_weights
@@ -180,6 +180,9 @@ def one_pass(module: "pl.LightningModule", of_ranks: bool) -> str:
         return "with manual optimization training_step itself lets the optimizers step, after the first pass already."
     if is_sharded(module):
         return "the model is sharded, and its ranks need each other in every forward pass."
+    strategy: Any = getattr(trainer_of(module), "strategy", None)
+    if strategy is not None and ddp_options(strategy).get("static_graph"):
+        return "with static_graph=True DDP averages gradients in every backward pass at first."
     for name, part in module.named_modules():
         if isinstance(part, torch.nn.SyncBatchNorm):
             return f"{name!r} is a SyncBatchNorm, for which all ranks need the same number of forward passes."

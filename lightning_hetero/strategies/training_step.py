@@ -33,7 +33,13 @@ from lightning_hetero.batching.weights import (
 from lightning_hetero.comm.collectives import Collectives
 from lightning_hetero.comm.failures import deadline
 from lightning_hetero.errors import UnsupportedError, not_none
-from lightning_hetero.lightning_compat import DataFetcherWrapper, evaluated_loader, fetched_batch, results_of
+from lightning_hetero.lightning_compat import (
+    ClosureResult,
+    DataFetcherWrapper,
+    evaluated_loader,
+    fetched_batch,
+    results_of,
+)
 from lightning_hetero.replicas.sharding import is_dtensor
 from lightning_hetero.replicas.vectors import broadcast_tensors
 from lightning_hetero.strategies.default_groups import CollectiveObserver
@@ -92,6 +98,7 @@ class TrainingStep:
         self._batches: Sequence[Any] = [None]  # of the latest one, of which this rank runs one after the other
         self._pass = 0  # the number of the running one
         self._mean: Tensor | None = None  # of the losses so far, if there are several
+        self._result: ClosureResult  # of the running pass, after the first
         self._run: Callable[[Any], Any] = lambda batch: None
         self._logging = LoggedInPasses()
 
@@ -287,6 +294,7 @@ class TrainingStep:
             self._engine.take_loss(self._loss)
         if self._mean is not None:
             lightning_compat.ResultOfPasses.of(trainer).replace(self._mean, self._result)
+            del self._result  # with the graph of the last pass
         self._weight = self._loss = None
         self._engine.before_overwrite(after_backward=True)  # before hooks, which may do so
         self._finite.check(optimizers, model)

@@ -3,11 +3,13 @@
 import sys
 import time
 import warnings
+from contextlib import nullcontext
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.plugins import MixedPrecision
 from oracles import oracle
 from ranks import attempt, run
 from tasks import Killed, Memory, Net, TokenNet, dataset, error, fits, one_process, parameters, rank, train
@@ -38,6 +40,7 @@ CASES: dict[str, tuple[dict[str, Any], Any, dict[str, Any], dict[str, Any]]] = {
     "tokens": ({**FOUR, "max_batch_size": [2, 5]}, TokenNet, {}, {}),
     "tokens, accumulated": (FOUR, TokenNet, {"accumulate_grad_batches": 2}, {}),
     "AdamW, clipped, workers": (FOUR, AdamW, {"gradient_clip_val": 0.1}, {"loader": {"num_workers": 1}}),
+    "unused": ({**FOUR, "find_unused_parameters": True}, Net, {}, {}),
     "skip": ({**FOUR, "on_nan": "skip"}, Net, {}, {}),
     "dealt by cost": ({**ADDITIVE, "max_batch_size": [3, 2]}, Net, {}, {}),
     "dealt by length": ({**PADDED, "max_batch_size": [3, 2]}, TokenNet, {}, {}),
@@ -153,6 +156,13 @@ class InOrder(Plain):
         return list(range(len(self.data)))
 
 
+class Scaled(MixedPrecision):
+    """Scales losses, and computes in float64 all the same."""
+
+    def autocast_context_manager(self) -> Any:
+        return nullcontext()
+
+
 def _elsewhere() -> dict[str, Any]:
     def weights(module: Net, strategy: Any, data: Any, **options: Any) -> torch.Tensor:
         train(module, strategy, data, max_epochs=2, **options)
@@ -162,6 +172,9 @@ def _elsewhere() -> dict[str, Any]:
     stream = DataLoader(SharedStream(InOrder(45)), batch_size=8)
     return {
         "collated": weights(OfLists(), HeteroDDPStrategy(**four), _in_order(collate_fn=Listed)),
+        "scaled": weights(
+            Net(), HeteroDDPStrategy(**four), _in_order(), plugins=Scaled("16-mixed", "cpu"), gradient_clip_val=0.1
+        ),
         "stream": weights(Net(), HeteroDDPStrategy(**four), stream),
         "node": weights(Net(), NodeAverageStrategy(**four, every_n_steps=1, ranks_per_node=1), _in_order()),
         "own batches": weights(Net(), HeteroDDPStrategy(**FOUR), DataLoader(dataset(45), batch_sampler=_eights())),
@@ -178,11 +191,12 @@ def _eights() -> list[list[int]]:
 
 def test_passes_of_any_data_and_of_replicas() -> None:
     fifteens = [list(range(first, first + 15)) for first in (0, 15, 30)]
-    truth = one_process(45, fifteens)
+    truth, clipped = one_process(45, fifteens), one_process(45, fifteens, gradient_clip_val=0.1)
     pairs = [[*first, *second] for first, second in zip(_eights()[::2], _eights()[1::2], strict=True)]
     for found in run(_elsewhere, 2):
         assert error(found["stream"], truth) <= 1e-10
         assert error(found["node"], truth) <= 1e-10
+        assert error(found["scaled"], clipped) <= 1e-10
         assert error(found["own batches"], one_process(45, pairs)) <= 1e-10
         assert error(found["collated"], truth) <= 1e-10
 

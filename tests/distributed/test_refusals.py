@@ -142,6 +142,7 @@ NODE, TWO_EPOCHS = STRATEGIES["node"], {"max_epochs": 2}
 TWO_RANKS = [
     ddp(ConfigurationError, "3 shares for 2 ranks", options={"balance": [1.0, 1.0, 1.0]}),
     ddp(ShareError, "at most [3, 3]", "batch of 8,", "manual optimization", options=THREE, module=bad.TrainsItself),
+    ddp(ShareError, "with static_graph=True DDP averages", options={**THREE, "static_graph": True}),
     ddp(ShareError, "'metric' is a metric with dist_sync_on_step=True", options=THREE, module=bad.SyncedMetric),
     ddp(ShareError, "each rank reads training data of its own", options=THREE, data=bad.Stream),
     ddp(ShareError, "several training loaders", options=THREE, loader=lambda: bad.two(dataset(96), dataset(96), 4)),
