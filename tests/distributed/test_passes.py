@@ -4,6 +4,7 @@ import sys
 import time
 import warnings
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -12,9 +13,22 @@ import torch
 from lightning.pytorch.plugins import MixedPrecision
 from oracles import oracle
 from ranks import attempt, run
-from tasks import Killed, Memory, Net, TokenNet, dataset, error, fits, one_process, parameters, rank, train
+from tasks import (
+    EvaluatedNet,
+    Killed,
+    Memory,
+    Net,
+    TokenNet,
+    dataset,
+    error,
+    fits,
+    one_process,
+    parameters,
+    rank,
+    train,
+)
 from test_shared_stream import Plain
-from test_uneven_data import ADDITIVE, PADDED
+from test_uneven_data import ADDITIVE, PADDED, _resumed
 from torch.utils.data import DataLoader
 from virtual_time import virtual_time
 
@@ -332,3 +346,31 @@ def test_ranks_that_remain_go_on_in_passes() -> None:
     assert sizes[:4] == [5, 5, 5, 5]
     assert sizes[-4:] == [4, 4, 4, 4]
     assert torch.equal(weights, same)
+
+
+# -- evaluation, resuming ----------------------------------------------------------------------------------
+
+
+class Evaluated(EvaluatedNet):
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        assert len(batch[0]) <= 3
+        super().validation_step(batch, batch_idx)
+
+
+def _evaluated() -> list[int]:
+    module = Evaluated()
+    train(
+        module, HeteroDDPStrategy(**FOUR, global_batch_size=15), DataLoader(dataset(15), 15), DataLoader(dataset(50), 8)
+    )
+    return module.evaluated
+
+
+def test_an_evaluation_stays_within_the_limits() -> None:
+    seen = [i for part in run(_evaluated, 2) for i in part]
+    assert sorted(seen) == sorted([*range(50), *range(12)])  # two batches of 6 are tried before training
+
+
+def test_a_run_in_passes_resumes_in_mid_epoch(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"balance": [3.0, 1.0], "max_batch_size": 3}
+    for whole, resumed, _ in run(_resumed, 2, str(tmp_path / "saved.ckpt"), options):
+        assert error(resumed, whole) <= 1e-10
