@@ -295,6 +295,7 @@ class TrainingStep:
         if self._mean is not None:
             lightning_compat.ResultOfPasses.of(trainer).replace(self._mean, self._result)
             del self._result  # with the graph of the last pass
+            self._batches, self._pass = [None], 0
         self._weight = self._loss = None
         self._engine.before_overwrite(after_backward=True)  # before hooks, which may do so
         self._finite.check(optimizers, model)
