@@ -8,6 +8,7 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -31,6 +32,7 @@ from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.exceptions import _augment_message as augment_message
 from torch.utils.data import DataLoader, RandomSampler
 
+from lightning_hetero.batching.passes import Passes
 from lightning_hetero.batching.sampler import has_own_batches, is_sharded, shuffles_by_itself
 from lightning_hetero.errors import not_none
 
@@ -159,6 +161,61 @@ def saves_by_time(callback: Any) -> bool:
 def before_transfer(module: "pl.LightningModule", batch: Any) -> Any:
     """A batch after the user's ``on_before_batch_transfer``."""
     return module._on_before_batch_transfer(batch)
+
+
+def transfer_each_pass(module: "pl.LightningModule") -> None:
+    """Let the user's ``on_before_batch_transfer`` see the batch of each pass."""
+    vars(module)["_on_before_batch_transfer"] = partial(_before_transfer_of_passes, module)  # copies of it work
+
+
+def transfer_as_before(module: "pl.LightningModule") -> None:
+    """End what :func:`transfer_each_pass` has begun; idempotent."""
+    vars(module).pop("_on_before_batch_transfer", None)
+
+
+def _before_transfer_of_passes(module: "pl.LightningModule", batch: Any, dataloader_idx: int = 0) -> Any:
+    before = type(module)._on_before_batch_transfer
+    if isinstance(batch, Passes):
+        return Passes(before(module, one, dataloader_idx) for one in batch)
+    return before(module, batch, dataloader_idx)
+
+
+class ResultOfPasses:
+    """Takes the place of the class of a training step's result, and keeps the latest: of the first of several passes.
+
+    Attributes:
+        latest: what ``training_step`` has returned.
+    """
+
+    latest: ClosureResult | None = None
+
+    @classmethod
+    def of(cls, trainer: "pl.Trainer") -> "ResultOfPasses":
+        """That of a Trainer, which has it from now on."""
+        loop: Any = trainer.fit_loop.epoch_loop.automatic_optimization
+        if not isinstance(loop.output_result_cls, cls):
+            loop.output_result_cls = cls()
+        return loop.output_result_cls
+
+    def from_training_step_output(self, output: Any, normalize: int = 1) -> ClosureResult:
+        """Lightning's result of what ``training_step`` has returned."""
+        self.latest = ClosureResult.from_training_step_output(output, normalize)
+        return self.latest
+
+    def replace(self, loss: torch.Tensor, last: ClosureResult) -> None:
+        """Let optimizers and hooks see the loss of all passes, and what else the last one has returned."""
+        if self.latest is not None:
+            self.latest.loss, self.latest.extra, self.latest = loss, last.extra, None
+
+
+def pass_result(trainer: "pl.Trainer", run: Callable[[], Any]) -> ClosureResult:
+    """The result of ``training_step`` for a further pass, which logs as the first one does."""
+    module = trainer.lightning_module
+    before, module._current_fx_name = module._current_fx_name, "training_step"
+    try:
+        return ClosureResult.from_training_step_output(run(), trainer.accumulate_grad_batches)
+    finally:
+        module._current_fx_name = before
 
 
 # -- what is logged --------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from torch.distributed import Store
 
 from lightning_hetero.batching.cost import CostEvidence, CostModel, SpeedEstimator
 from lightning_hetero.batching.global_batch import GlobalBatchSizes
+from lightning_hetero.batching.passes import batches_of, even_sizes
 from lightning_hetero.batching.plan_agreement import (
     PlanDecision,
     PlanLeader,
@@ -108,6 +109,7 @@ class BatchAccounting:
         self._durations = deque[float](maxlen=16)  # seconds of the latest batches, without exchanges between replicas
         self.watchers: list[Callable[[StepTiming], None]] = []  # are shown every lap
         self._weighing: tuple[Tensor, Tensor, dist.Work | None] | None = None
+        self._pass_weights = list[float]()  # of this rank's batches, where they are weighed
         self.settings: Callable[[], dict[str, float]] = dict  # the hyperparameters of optimizers
         self._settings: dict[str, float] = {}  # when the latest report was made
         self.agreement: PlanAgreement | None = None  # on new plans; without one they come from the reports of all ranks
@@ -218,17 +220,18 @@ class BatchAccounting:
             return
         self._leave_costs()
         samples, padding, cost = max(int(self.drawn.samples), 1), not self.drawn.samples, self.drawn.cost
-        for timing in self.timer.end_step(samples, padding, cost):
+        for timing in self.timer.end_step(samples, padding, cost, self.drawn.passes):
             if not timing.compiled:
                 self._durations.append(timing.work + timing.wait - timing.exchange)
                 size = timing.samples if self._by_samples else timing.cost or timing.samples
-                self.cost.observe(size, timing.work)
+                self.cost.observe(size / timing.passes, timing.work / timing.passes)  # each pass pays the fixed cost
                 if self.cost.warm:
                     cost = 0.0 if self._by_samples else timing.cost
                     self.evidence.observe(timing._replace(samples=size, cost=cost), self.cost.cost)
                     self._timings.append(timing)
                     if timing.cost:
-                        self.by_cost.observe(timing.cost, timing.samples, timing.work)
+                        one = timing.of_a_pass()
+                        self.by_cost.observe(one.cost, one.samples, one.work)
             for watcher in self.watchers:
                 watcher(timing)
         self.drawn, self._weighing = None, None
@@ -319,11 +322,8 @@ class BatchAccounting:
 
     def weigh(self, measure: Callable[[Any], Any], batch: Any) -> None:
         """Begin to sum the ranks' own measures of their batches, which replace the numbers of samples as weights."""
-        value = measure(batch) if self.current().samples else 0.0
-        own = torch.as_tensor(value).detach().cpu().double()  # on the CPU, since not every device has float64
-        own = own.reshape(()) if own.numel() == 1 else torch.tensor(float("nan"), dtype=torch.float64)
-        if not 0 <= own < math.inf:
-            own = torch.tensor(float("nan"), dtype=torch.float64)  # reaches every rank through the sum
+        of_passes = [_weight(measure(one) if self.current().samples else 0.0) for one in batches_of(batch)]
+        own = torch.stack(of_passes).sum()
         total, work = own.clone(), None
         with self.timer.waiting():
             group = self._group()
@@ -331,6 +331,7 @@ class BatchAccounting:
             with deadline("sum the batch weights"):
                 work = dist.all_reduce(total, group=group, async_op=True)
         self._weighing = own, total, work
+        self._pass_weights = [weight.item() for weight in of_passes]
 
     @property
     def fitted(self) -> Cost | Curve | None:
@@ -363,6 +364,14 @@ class BatchAccounting:
                     "a finite number of at least 0."
                 )
         return own, total
+
+    def pass_fractions(self) -> list[float]:
+        """The part of this rank's weight that each of its passes has."""
+        drawn = self.current()
+        weights: Sequence[float] = even_sizes(int(drawn.samples), drawn.passes)
+        if self._weighing is not None:
+            weights = self._pass_weights
+        return [weight / (sum(weights) or 1) for weight in weights]
 
     def report(self, taken: bool) -> Report:
         """This rank's report to the others.
@@ -611,6 +620,14 @@ class PlanAgreement:
     def _publish(self, boxes: list[str], message: PlanProposal | PlanDecision) -> None:
         for box in boxes:
             self._store.set(box, encode_message(message))
+
+
+def _weight(value: Any) -> Tensor:
+    """The user's measure of a batch; NaN, which reaches every rank through the sum, if it cannot be one."""
+    own = torch.as_tensor(value).detach().cpu().double()  # on the CPU, since not every device has float64
+    if own.numel() != 1 or not 0 <= own.reshape(()) < math.inf:
+        return torch.tensor(math.nan, dtype=torch.float64)
+    return own.reshape(())
 
 
 def _box(rank: int) -> str:

@@ -484,7 +484,7 @@ class StepRun(NamedTuple):
     """Steps in a row, long enough together to be compared with others.
 
     Attributes:
-        steps: how many.
+        steps: how many; passes, where a step has several.
         samples: of all of them.
         work: seconds that this rank has worked on them.
         seconds: that they took, with the wait for others.
@@ -536,15 +536,17 @@ class SpeedEstimator:
             timing: the step, as the timer has measured it.
             cost: what is known of how the time depends on the samples: only the ratio ``a : k`` counts.
         """
-        if timing.work > 0 and not timing.cost:  # costs hardly ever recur, so that they show no curve
-            self.shape.observe(int(timing.samples), timing.work, timing.wait)
+        one = timing.of_a_pass()
+        # Costs hardly ever recur, so that they show no curve; nor do passes of different sizes.
+        if timing.work > 0 and not timing.cost and one.samples == int(one.samples):
+            self.shape.observe(int(one.samples), one.work, one.wait)
         steps, samples, work, seconds = self._open
         self._open = StepRun(
-            steps + 1, samples + timing.samples, work + timing.work, seconds + timing.work + timing.wait
+            steps + timing.passes, samples + timing.samples, work + timing.work, seconds + timing.work + timing.wait
         )
         if self._open.seconds < self.SECONDS or self._open.work <= 0:
             return
-        self._samples = self._samples or float(timing.samples)
+        self._samples = self._samples or float(one.samples)
         self._stretches.append(self._open)
         self._times.append(self._converted(self._open, cost))
         self._open = StepRun(0, 0, 0.0, 0.0)

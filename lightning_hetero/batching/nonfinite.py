@@ -131,7 +131,9 @@ class NonFiniteGuard:
         """Whether ranks tell each other before each backward pass whether their losses count."""
         return self._active == "skip"
 
-    def count(self, loss: Tensor, own: float, total: float, given: bool = True) -> tuple[float, float]:
+    def count(
+        self, loss: Tensor, own: float, total: float, given: bool = True, in_passes: bool = False
+    ) -> tuple[float, float]:
         """Weights of this rank and of all ranks in a backward pass; under ``"skip"`` without those with a broken loss.
 
         Args:
@@ -139,10 +141,15 @@ class NonFiniteGuard:
             own: weight of its samples.
             total: of all ranks.
             given: whether it is a loss at all; if not, the samples do not count either, as the user wants it.
+            in_passes: whether ranks run passes of the batch, of which each may have another number. Then they do not
+                ask each other, and a broken loss counts: all leave the whole step out.
         """
         if self._active != "skip":
             return own, total
         self._left_out = False
+        if in_passes:
+            self._passes, self._counted = self._passes + 1, self._counted + 1
+            return own, total
         well = own == 0 or (given and bool(loss.detach().isfinite().all()))
         self._spoilt |= not well  # to be restored when the backward pass needs them no more
         mine = torch.tensor([own, float(well), float(well or not given)], dtype=torch.float64)
@@ -162,17 +169,18 @@ class NonFiniteGuard:
             self._say(f"{self._subject('loss', bad.tolist())} not finite: {their} samples do not count")
         return own if well else 0.0, total
 
-    def weigh(self, loss: Tensor, weight: float) -> Tensor:
-        """The loss times its weight; under ``"error"`` NaN times it, if it counts and is not finite."""
-        self._left_out_on_device = False
-        if self._active == "error" and weight:
+    def weigh(self, loss: Tensor, weight: float, in_passes: bool = False) -> Tensor:
+        """The loss times its weight; NaN times it if it counts and is not finite, unless ranks have left it out."""
+        self._left_out_on_device, skips = False, self._active == "skip"
+        if (self._active == "error" or (skips and in_passes)) and weight:
             if loss.device.type != "cpu":  # where nothing may wait for it
                 bad = ~loss.detach().isfinite().all()
                 self._loss = bad | self._loss
+                self._spoilt |= skips and bool(bad)
                 exact = torch.promote_types(loss.dtype, torch.float32)
                 return loss * torch.full((), weight, dtype=exact, device=loss.device).masked_fill(bad, math.nan)
             if not (math.isfinite(loss.item()) if loss.numel() == 1 else bool(loss.detach().isfinite().all())):
-                self._loss, weight = True, math.nan
+                self._loss, weight, self._spoilt = True, math.nan, self._spoilt or skips
         return loss if weight == 1 else loss * weight
 
     # -- gradients ---------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from lightning_hetero.batching.shares import (
     MOST_BENDS,
     Cost,
     Curve,
+    Stepwise,
     TooSlow,
     bends_of,
     bound,
@@ -27,9 +28,11 @@ from lightning_hetero.batching.shares import (
     cost_of,
     fixed_shares,
     makespan,
+    passes,
     per_rank,
     row_of,
     split,
+    stepwise,
     too_slow,
 )
 from lightning_hetero.errors import ShareError
@@ -38,7 +41,9 @@ _GOLDEN = (math.sqrt(5) - 1) / 2  # its multiples, without their whole parts, li
 _TINY = 1e-9  # more than rounding errors of floats
 
 
-def exact_shares(units: int, costs: Sequence[Cost | Curve], low: Sequence[int], high: Sequence[int]) -> list[float]:
+def exact_shares(
+    units: int, costs: Sequence[Cost | Curve | Stepwise], low: Sequence[int], high: Sequence[int]
+) -> list[float]:
     """Shares with fractions, which let all ranks finish together.
 
     Args:
@@ -97,7 +102,7 @@ class Plan:
         start: first step (batches since the start of the fit) of this plan.
         costs: cost per rank; for fixed shares, ``k`` is the inverse share.
         low: least samples per rank.
-        high: most samples per rank.
+        high: most samples per rank, in one pass. A batch that is more than that of all ranks takes several.
         reach: largest part of a batch that each rank is trusted with, 0 to 1; beyond what it has been seen to manage
             its cost is an extrapolation.
         need: least samples per rank of a batch that is too small for ``low``; default: the same.
@@ -145,15 +150,24 @@ class Plan:
         shares = _split(*task) if turn is None else rotating_shares(_exact(*task), turn)
         return [[share * (size // units) for share in shares] for size in sizes]
 
+    def passes(self, shares: Sequence[int]) -> list[int]:
+        """The passes in which each rank runs its share of a batch."""
+        return [passes(share, most) for share, most in zip(shares, self.high, strict=True)]
 
-Task = tuple[int, tuple[Cost | Curve, ...], tuple[int, ...], tuple[int, ...]]  # as `split` takes it
+
+Task = tuple[int, tuple[Cost | Curve | Stepwise, ...], tuple[int, ...], tuple[int, ...]]  # as `split` takes it
 
 
 @_remembered
 def _task(plan: Plan, units: int, width: int) -> Task:
     """The task of a split: ``units`` units, each of ``width`` samples, and the limits."""
     low = [-(-n // width) for n in plan.low]
-    high = [n // width for n in plan.high]
+    costs: list[Cost | Curve | Stepwise] = [cost.in_units(width) for cost in plan.costs]
+    most = [n // width for n in plan.high]
+    if width == 1 and any(most) and sum(most) < units:  # not for several loaders
+        costs = stepwise(units, plan.costs, most)
+        most = [units if n else 0 for n in most]
+    high = list(most)
     if plan.reach:
         high = [min(h, max(lo, math.ceil(part * units))) for h, lo, part in zip(high, low, plan.reach, strict=True)]
     order = sorted(range(len(low)), key=lambda rank: (plan.costs[rank].per_sample, rank))
@@ -165,8 +179,8 @@ def _task(plan: Plan, units: int, width: int) -> Task:
         rank = order.pop()
         low[rank] = high[rank] = 0
     if sum(high) < units:  # too small even for one
-        low, high = [0] * len(low), [n // width for n in plan.high]
-    return units, tuple(cost.in_units(width) for cost in plan.costs), tuple(low), tuple(high)
+        low, high = [0] * len(low), most
+    return units, tuple(costs), tuple(low), tuple(high)
 
 
 class Report(NamedTuple):
@@ -287,7 +301,7 @@ class Planner:
         world: number of ranks that share a batch.
         balance: ``"auto"`` measures; ``"off"`` splits evenly; a list gives fixed relative shares.
         low: least samples per rank: one number for all, or one per rank. Default 1 (0 for a rank of share 0).
-        high: most samples per rank: one number for all, or one per rank. Default: no limit.
+        high: most samples per rank and pass: one number for all, or one per rank. Default: no limit.
         min_gain: smallest predicted gain for which shares change, as a fraction of the step's time.
 
     Raises:
@@ -297,7 +311,8 @@ class Planner:
         total: samples of a full step; 0 while nobody knows.
         infers_total: whether reports tell how large steps are.
         frozen: whether shares stay even, whatever is measured.
-        high: most samples per rank.
+        high: most samples per rank, in one pass.
+        one_pass: why no rank can run its part of a batch in several passes; empty: it can.
         limits_measured: whether these limits were found by trying training steps.
         most: the largest part of a batch that each rank has been given so far.
         least: samples that a rank can train on, where the user has not said.
@@ -344,7 +359,7 @@ class Planner:
         self.auto = balance == "auto"
         self.min_gain = min_gain
         self.total, self.infers_total, self.frozen, self.least, self.rotates, self.origin = 0, False, False, 1, False, 0
-        self._may_raise = low is None
+        self._may_raise, self.one_pass = low is None, ""
         self.limits_measured = False
         self.too_slow: TooSlow | None = None
         shares = [1.0] * world if isinstance(balance, str) else fixed_shares(balance, world)
@@ -388,7 +403,9 @@ class Planner:
         barred = tuple(0 if bar else h for bar, h in zip(self._bars, self.high, strict=True))
         self.plans = [replace(plan, low=self._low, high=barred) for plan in self.plans]
         if self.total:
-            self.most = [min(most, h / self.total) for most, h in zip(self.most, self.high, strict=True)]
+            self.check_room(self.total)
+            room = self.high if sum(self.high) >= self.total else [self.total] * self.world
+            self.most = [min(most, h / self.total) for most, h in zip(self.most, room, strict=True)]
             self._note(self.plans[-1].split([self.total])[0])
         return changed
 
@@ -428,7 +445,26 @@ class Planner:
                 f"a global batch of {total} samples is too small for {self.world} ranks that take at least "
                 f"{list(self._low)}. Raise the batch size, lower `min_batch_size`, or use fewer ranks."
             )
+        self.check_room(total)
         self._note(self.plans[-1].split([total])[0])
+
+    def in_passes(self, samples: int) -> bool:
+        """Whether a batch of so many samples is more than all ranks together take in one pass."""
+        return sum(self.plans[-1].high) < samples
+
+    def check_room(self, samples: int) -> None:
+        """See that the ranks can take a batch of so many samples.
+
+        Raises:
+            ShareError: it is more than they take in one pass, and they cannot run several.
+        """
+        high = self.plans[-1].high
+        if self.one_pass and self.in_passes(samples):
+            raise ShareError(
+                f"the ranks take at most {list(high)} samples ({sum(high)} together), less than a global batch of "
+                f"{samples}, and cannot take it in several passes: {self.one_pass} Raise max_batch_size, or use a "
+                "smaller batch with accumulate_grad_batches."
+            )
 
     def at(self, step: int) -> Plan:
         """The plan in force at ``step``, if that is one of the latest :attr:`KEPT` ones."""
@@ -502,7 +538,8 @@ class Planner:
     def _too_slow(self, reports: Sequence[Report]) -> TooSlow | None:
         """Ranks that make the job slower, if that was measured: at the least share, not by times for larger ones."""
         costs, noise = [r.cost for r in reports], [r.error for r in reports]
-        found = too_slow(self.total, costs, self._low, self.high, noise)
+        high = [self.total if h else 0 for h in self.high] if self.in_passes(self.total) else self.high
+        found = too_slow(self.total, stepwise(self.total, costs, self.high), self._low, high, noise)
         measured = found and all(reports[rank].samples < max(self._low[rank], 1) + 1 for rank in found.ranks)
         return found if measured else None
 
@@ -547,17 +584,18 @@ class Planner:
             for c in (costs, (Cost(0.0, 1.0),) * self.world)
         )
         present, wanted, level = (plan.split([self.total])[0] for plan in (latest, best, even))
-        if not self._pays(level, wanted, costs, [self.STAY * x for x in noise]):
+        paid = stepwise(self.total, costs, latest.high)
+        if not self._pays(level, wanted, paid, [self.STAY * x for x in noise]):
             self._trial = None
             return None if present == level else even
         looks, since = list(self._looks), min(r.since for r in reports)
         while looks and sum(look.shortest for look in looks) > since:
             del looks[0]  # it began before the latest change of a rank's speed
         part = self.CORRECT if looks and present != level else 1.0  # that ranks differ is sure, and a trial follows
-        if not self._pays(present, wanted, costs, [max(self._doubt, part * x) for x in noise]):
+        if not self._pays(present, wanted, paid, [max(self._doubt, part * x) for x in noise]):
             return None
         if looks:
-            gain = makespan(present, costs) - makespan(wanted, costs)
+            gain = makespan(present, paid) - makespan(wanted, paid)
             self._trial = SplitTrial(latest, step_seconds(looks) - gain / 2)
         elif self._looks:
             self._trial = None  # nobody knows how long steps would take now without the re-split
@@ -566,7 +604,7 @@ class Planner:
         return best
 
     def _pays(
-        self, old: Sequence[int], new: Sequence[int], costs: Sequence[Cost | Curve], noise: Sequence[float]
+        self, old: Sequence[int], new: Sequence[int], costs: Sequence[Cost | Curve | Stepwise], noise: Sequence[float]
     ) -> bool:
         """Whether ``new`` is faster, even if who gives was measured at its slowest, and who takes at its fastest."""
         factors = [1 + x if n > o else 1 / (1 + x) if n < o else 1.0 for o, n, x in zip(old, new, noise, strict=True)]
@@ -705,9 +743,9 @@ def plan_for_survivors(former: Planner, kept: Sequence[int], planner: Planner) -
         The new planner. It splits again at once, by the costs of the latest plan.
 
     Raises:
-        ShareError: the ranks that remain cannot take a whole batch.
+        ShareError: the ranks that remain cannot take a whole batch, in passes neither.
     """
-    planner.least, planner.frozen = former.least, former.frozen
+    planner.least, planner.frozen, planner.one_pass = former.least, former.frozen, former.one_pass
     planner.rotates, planner.origin = former.rotates, former.origin
     if former.limits_measured:
         planner.limit([former.high[rank] for rank in kept])
@@ -718,9 +756,4 @@ def plan_for_survivors(former: Planner, kept: Sequence[int], planner: Planner) -
     if former.total:
         planner.expect(former.total)
         planner.infers_total = former.infers_total
-        if sum(planner.high) < former.total:
-            raise ShareError(
-                f"the ranks that remain take at most {list(planner.high)} samples, less than the global batch of "
-                f"{former.total}. Raise max_batch_size, or start again with a smaller batch."
-            )
     return planner

@@ -12,7 +12,7 @@ from torch.utils.data import Subset
 
 from lightning_hetero.batching.deal import Floats, Machines, deal_additive, deal_padded
 from lightning_hetero.batching.planner import Plan, exact_shares
-from lightning_hetero.batching.shares import check_limits
+from lightning_hetero.batching.shares import check_limits, split
 from lightning_hetero.errors import ConfigurationError, DataError
 
 #: How the costs of a part follow from those of its samples.
@@ -79,7 +79,8 @@ class SampleCosts:
 def machines_of(plan: Plan, samples: int) -> Machines:
     """The ranks' costs and limits, for a batch of so many samples.
 
-    A curve counts as the straight line through its time at the rank's share. A rank that is not trusted with more than
+    A curve counts as the straight line through its time at the rank's share. A rank that needs several passes pays its
+    fixed cost for each of them, and takes no more samples than they hold. A rank that is not trusted with more than
     a part of a batch counts as so slow that it takes no more than that, about.
 
     Args:
@@ -92,18 +93,21 @@ def machines_of(plan: Plan, samples: int) -> Machines:
     _, costs, low, high = plan.task(samples, trusted=False)
     check_limits(samples, costs, low, high)
     shares = exact_shares(*plan.task(samples))
+    counts = plan.passes(split(*plan.task(samples)))  # as many as if all samples cost the same
+    high = tuple(min(h, count * most) for h, count, most in zip(high, counts, plan.high, strict=True))
+    fixed = [count * cost.fixed for count, cost in zip(counts, costs, strict=True)]
     latest = max(cost.seconds(share) for cost, share in zip(costs, shares, strict=True))
     reach = [part * samples for part in plan.reach] or [float(samples)] * len(costs)
     per_unit = []
-    for cost, share, most in zip(costs, shares, reach, strict=True):
+    for cost, share, most, alone in zip(costs, shares, reach, fixed, strict=True):
         if share > 0 and share >= most > 0 and share < samples:
-            per_unit.append((latest - cost.fixed) / share)
+            per_unit.append((latest - alone) / share)
         elif cost.bends:
             at = max(share, 1.0)
-            per_unit.append((cost.seconds(at) - cost.fixed) / at)
+            per_unit.append((cost.seconds(at) - alone) / at)
         else:
             per_unit.append(cost.per_sample)
-    return Machines.of([cost.fixed for cost in costs], per_unit, low, high)
+    return Machines.of(fixed, per_unit, low, high)
 
 
 def sample_costs_of(dataset: Any, module: Any, given: Any, rule: Rule) -> SampleCosts | None:

@@ -16,6 +16,7 @@ from typing_extensions import override
 
 from lightning_hetero.batching.planner import Plan
 from lightning_hetero.batching.sample_costs import SampleCosts
+from lightning_hetero.batching.shares import check_limits
 from lightning_hetero.errors import DataError
 
 
@@ -286,17 +287,22 @@ class Drawn(NamedTuple):
         total: samples of all ranks of its replica.
         parts: of each rank of its replica, its samples; empty if only the total is known.
         cost: of the samples that this rank processes, where a mean one costs 1; 0: nobody has said what they cost.
+        passes: in which this rank runs its samples.
+        in_passes: whether some rank of the job needs more than one.
     """
 
     samples: float
     total: float
     parts: Mapping[int, float] = {}
     cost: float = 0.0
+    passes: int = 1
+    in_passes: bool = False
 
     @classmethod
-    def of(cls, shares: Sequence[int], rank: int, replica: Sequence[int]) -> "Drawn":
-        """The draw of a rank of a replica, by the shares of all ranks."""
-        return cls(shares[rank], sum(shares[other] for other in replica), {other: shares[other] for other in replica})
+    def of(cls, shares: Sequence[int], rank: int, replica: Sequence[int], passes: Sequence[int]) -> "Drawn":
+        """The draw of a rank of a replica, by the shares and passes of all ranks."""
+        parts = {other: shares[other] for other in replica}
+        return cls(shares[rank], sum(parts.values()), parts, 0.0, passes[rank], max(passes) > 1)
 
     def for_survivors(self, kept: Sequence[int], replica: Sequence[int]) -> "Drawn":
         """The draw as it counts once only some ranks are left, and perhaps other ranks make a replica.
@@ -346,9 +352,9 @@ class RankSlot(NamedTuple):
 
     def draw(self, sampler: "ShareSampler", batch: list[int], in_epoch: int) -> tuple[Drawn, list[int]]:
         """This rank's part of a global batch."""
-        batch, shares = self.cut(sampler, sampler.next_step, in_epoch, batch)
+        batch, shares, passes = self.cut(sampler, sampler.next_step, in_epoch, batch)
         own = batch_slice(batch, shares, self.rank)
-        return self.counted(Drawn.of(shares, self.rank, self.replica)), own
+        return self.counted(Drawn.of(shares, self.rank, self.replica, passes)), own
 
     def counted(self, drawn: Drawn) -> Drawn:
         """A draw by the numbers when batches are cut, as it counts among the ranks that remain."""
@@ -429,7 +435,7 @@ class ShareSampler(SharedBatches):
         replica: the ranks that average gradients with this one, itself among them.
         position: where training stands; asked whenever an epoch begins.
         cut: for (sampler, step, index of the batch in the epoch, batch): its samples in the order of the ranks that
-            take them, and how many each takes.
+            take them, how many each takes, and in how many passes.
         costs: of the samples; ``None``: nobody says what they cost.
     """
 
@@ -439,7 +445,7 @@ class ShareSampler(SharedBatches):
         rank: int,
         replica: Sequence[int],
         position: Callable[[], Position],
-        cut: Callable[["ShareSampler", int, int, list[int]], tuple[list[int], Sequence[int]]],
+        cut: Callable[["ShareSampler", int, int, list[int]], tuple[list[int], Sequence[int], Sequence[int]]],
         costs: SampleCosts | None = None,
     ) -> None:
         super().__init__(RankSlot(rank, tuple(replica), cut), position)
@@ -532,6 +538,7 @@ class EvaluationSampler:
         high = tuple(max(high, 1) for high in plan.high)
         if self._grows() and (room := sum(high)) < samples:
             high = tuple(-(-most * samples // room) for most in high)
+        check_limits(samples, plan.costs, (1,) * world, high)  # there are no passes here
         return replace(plan, low=(1,) * world, high=high).split([samples])[0]
 
 

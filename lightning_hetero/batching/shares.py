@@ -146,6 +146,80 @@ class Cost(NamedTuple):
         return math.isfinite(self.fixed) and math.isfinite(self.per_sample) and self.per_sample > 0
 
 
+class Stepwise(NamedTuple):
+    """Cost of a rank's part of a batch that it takes in passes, each of at most ``limit`` samples.
+
+    Each pass pays the fixed cost again: ``p`` of them take ``p * a + k * n`` seconds. Of a curve it is an upper bound,
+    as if all passes but the last were full.
+
+    Attributes:
+        cost: of one pass.
+        limit: most samples in one, at least 1.
+
+    Example::
+
+        >>> from lightning_hetero.batching.shares import Cost, Stepwise
+        >>> cost = Stepwise(Cost(fixed=10.0, per_sample=1.0), limit=4)
+        >>> [cost.seconds(n) for n in (4, 5, 8, 9)]
+        [14.0, 25.0, 28.0, 39.0]
+    """
+
+    cost: Cost | Curve
+    limit: int
+
+    @property
+    def fixed(self) -> float:
+        """``a``, seconds per pass whatever its size."""
+        return self.cost.fixed
+
+    @property
+    def per_sample(self) -> float:
+        """``k``, seconds per sample; of a curve, up to its first bend."""
+        return self.cost.per_sample
+
+    @property
+    def bends(self) -> tuple[tuple[float, float], ...]:
+        """Of the cost of one pass."""
+        return self.cost.bends
+
+    def seconds(self, samples: float) -> float:
+        """Predicted seconds for ``samples`` samples."""
+        full = passes(samples, self.limit) - 1
+        return full * self.cost.seconds(self.limit) + self.cost.seconds(samples - full * self.limit)
+
+    def samples(self, deadline: float) -> float:
+        """Number of samples done by a deadline in seconds, with fractions; below 0 if it is before ``a``."""
+        full = max(math.floor(deadline / self.cost.seconds(self.limit)), 0)
+        more = self.cost.samples(deadline - full * self.cost.seconds(self.limit))
+        return full * self.limit + (max(more, 0.0) if full else more)
+
+    def times(self, factor: float) -> "Stepwise":
+        """The cost of a device that takes ``factor`` times as long."""
+        return Stepwise(self.cost.times(factor), self.limit)
+
+    def is_valid(self) -> bool:
+        """Whether time is finite and increases with the samples."""
+        return self.cost.is_valid() and self.limit > 0
+
+
+def passes(samples: float, limit: int) -> int:
+    """Passes of at most ``limit`` samples that a part of a batch takes; one also where it has no samples."""
+    return max(math.ceil(samples / limit), 1) if limit else 1
+
+
+def stepwise(total: int, costs: Sequence[Cost | Curve], high: Sequence[int]) -> list[Cost | Curve | Stepwise]:
+    """Costs as they count for a batch: by passes where it is more than all ranks together take in one.
+
+    Args:
+        total: samples of the batch.
+        costs: of one pass, one per rank.
+        high: most samples of each rank in one pass.
+    """
+    if sum(high) >= total:
+        return list(costs)
+    return [Stepwise(cost, h) if h else cost for cost, h in zip(costs, high, strict=True)]
+
+
 def bends_of(numbers: Sequence[float]) -> tuple[tuple[float, float], ...]:
     """Bends from a flat row of numbers, two for each; rows may be padded with zeros."""
     return tuple((at, more) for at, more in zip(numbers[::2], numbers[1::2], strict=True) if more > 0)
@@ -164,7 +238,7 @@ def row_of(cost: Cost | Curve) -> list[float]:
 
 def split(
     total: int,
-    costs: Sequence[Cost | Curve],
+    costs: Sequence[Cost | Curve | Stepwise],
     low: Sequence[int] | None = None,
     high: Sequence[int] | None = None,
 ) -> list[int]:
@@ -180,7 +254,7 @@ def split(
 
     Args:
         total: samples to split, at least 0.
-        costs: one per rank: a straight line, or a convex curve.
+        costs: one per rank: a straight line, or a convex curve; or either of them in passes.
         low: least samples per rank; default 0.
         high: most samples per rank; default ``total``.
 
@@ -211,7 +285,10 @@ def split(
 
 
 def bound(
-    total: int, costs: Sequence[Cost | Curve], low: Sequence[int] | None = None, high: Sequence[int] | None = None
+    total: int,
+    costs: Sequence[Cost | Curve | Stepwise],
+    low: Sequence[int] | None = None,
+    high: Sequence[int] | None = None,
 ) -> float:
     """Earliest time at which ``total`` samples could be done if a sample could be cut, in seconds.
 
@@ -230,12 +307,14 @@ def bound(
     return late
 
 
-def _done_by(deadline: float, costs: Sequence[Cost | Curve], low: Sequence[int], high: Sequence[int]) -> float:
+def _done_by(
+    deadline: float, costs: Sequence[Cost | Curve | Stepwise], low: Sequence[int], high: Sequence[int]
+) -> float:
     """Samples, with fractions, that all ranks within their limits have done by a deadline in seconds."""
     return sum(min(h, max(lo, c.samples(deadline))) for c, lo, h in zip(costs, low, high, strict=True))
 
 
-def makespan(shares: Sequence[int], costs: Sequence[Cost | Curve]) -> float:
+def makespan(shares: Sequence[int], costs: Sequence[Cost | Curve | Stepwise]) -> float:
     """Seconds until the slowest rank has done its share."""
     return max(cost.seconds(n) for n, cost in zip(shares, costs, strict=True))
 
@@ -274,7 +353,7 @@ WORTH_LEAVING = 0.05
 
 def too_slow(
     total: int,
-    costs: Sequence[Cost | Curve],
+    costs: Sequence[Cost | Curve | Stepwise],
     low: Sequence[int] | None = None,
     high: Sequence[int] | None = None,
     noise: Sequence[float] | None = None,
@@ -304,7 +383,7 @@ def too_slow(
     if _done_by(longest, costs, low, high) < total:  # the batch takes longer than anybody's least share
         return None
 
-    def seconds(ranks: Sequence[int], costs: Sequence[Cost | Curve]) -> float:
+    def seconds(ranks: Sequence[int], costs: Sequence[Cost | Curve | Stepwise]) -> float:
         own = [costs[rank] for rank in ranks]
         return makespan(split(total, own, [low[rank] for rank in ranks], [high[rank] for rank in ranks]), own)
 
@@ -325,7 +404,7 @@ def too_slow(
     return TooSlow(left_out, total, step, without)
 
 
-def check_limits(total: int, costs: Sequence[Cost | Curve], low: Sequence[int], high: Sequence[int]) -> None:
+def check_limits(total: int, costs: Sequence[Cost | Curve | Stepwise], low: Sequence[int], high: Sequence[int]) -> None:
     """See that there are such shares.
 
     Raises:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 from typing_extensions import Self, override
 
+from lightning_hetero.batching.passes import Passes, in_passes
 from lightning_hetero.batching.planner import Plan
 from lightning_hetero.batching.sample_costs import StreamCosts
 from lightning_hetero.batching.sampler import Drawn, Position, RankSlot, SharedBatches, batch_slice
@@ -612,7 +613,7 @@ class StreamReader(Dataset):
             costs = self._costs.of(batch, request.first)
             order, shares = costs.deal(request.plan, everyone)
         own = batch_slice(order, shares, request.rank)
-        drawn = Drawn.of(shares, request.rank, request.replica)
+        drawn = Drawn.of(shares, request.rank, request.replica, request.plan.passes(shares))
         if costs is not None:
             own = own or (costs.cheapest_first(everyone) * self._padding)[: self._padding]
             drawn = drawn._replace(cost=costs.together(own))
@@ -635,6 +636,8 @@ class StreamReader(Dataset):
 def collate_part(collate: Callable[[list[Any]], Any], read: tuple[list[Any], Drawn]) -> BatchPart:
     """Collate a rank's samples as the user's loader does."""
     samples, drawn = read
+    if drawn.passes > 1:
+        return BatchPart(Passes(collate(part) for part in in_passes(samples, drawn.passes)), drawn)
     return BatchPart(collate(samples) if samples else None, drawn)
 
 

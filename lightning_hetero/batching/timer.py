@@ -108,6 +108,7 @@ class StepTiming(NamedTuple):
         padding: whether the samples are only padding, because the rank had none of the batch.
         compiled: whether ``torch.compile`` was at work in the step, which says nothing of the steps to come.
         cost: of these samples, where a mean one costs 1; 0: nobody has said what they cost.
+        passes: in which the rank has run them.
     """
 
     samples: float
@@ -119,6 +120,12 @@ class StepTiming(NamedTuple):
     padding: bool = False
     compiled: bool = False
     cost: float = 0.0
+    passes: int = 1
+
+    def of_a_pass(self) -> "StepTiming":
+        """The timing of a pass, the mean over those of the step."""
+        samples, work, wait, cost = (x / self.passes for x in (*self[:3], self.cost))
+        return self._replace(samples=samples, work=work, wait=wait, cost=cost, passes=1)
 
 
 class Activity(Enum):
@@ -222,13 +229,14 @@ class StepTimer:
             self._after_backward = False
             self._turn_to(Activity.WORK)
 
-    def end_step(self, samples: int, padding: bool = False, cost: float = 0.0) -> list[StepTiming]:
+    def end_step(self, samples: int, padding: bool = False, cost: float = 0.0, passes: int = 1) -> list[StepTiming]:
         """End a step of ``samples`` samples here and begin the next.
 
         Args:
             samples: that the rank processed.
             padding: whether they count for nothing.
             cost: of these samples; 0 if nobody has said.
+            passes: in which the rank has run them.
 
         Returns:
             The timings known by now, oldest first.
@@ -236,7 +244,7 @@ class StepTimer:
         self._turn_to(Activity.WORK)
         before, self._graphs = self._graphs, compiled_graphs()
         compiled = self._graphs > before
-        timing = StepTiming(samples, 0.0, 0.0, self._data, 0.0, self._began, padding, compiled, cost)
+        timing = StepTiming(samples, 0.0, 0.0, self._data, 0.0, self._began, padding, compiled, cost, passes)
         self._pending.append((timing, self._spans))
         self._begin(self._spans[-1])
         known = []

@@ -14,6 +14,7 @@ from lightning.pytorch.utilities.data import extract_batch_size
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_hetero.batching.passes import batches_of
 from lightning_hetero.batching.shares import Cost
 from lightning_hetero.batching.timer import after_own_backward
 from lightning_hetero.errors import ConfigurationError
@@ -109,7 +110,8 @@ class EmulatedSpeed(Callback):
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", batch: Any, batch_idx: int
     ) -> None:
         """The emulated device starts here."""
-        self._samples = extract_batch_size(batch)
+        self._passes = [extract_batch_size(one) for one in batches_of(batch)]
+        self._samples = sum(self._passes)
         self._began = self._clock()
 
     @override
@@ -137,8 +139,8 @@ class EmulatedSpeed(Callback):
 
     def _seconds(self, cost: Cost | Callable[[int], float], rank: int) -> float:
         if isinstance(cost, Cost):
-            return cost.seconds(self._samples)
-        seconds = cost(self._samples)
+            return sum(cost.seconds(samples) for samples in self._passes)
+        seconds = sum(cost(samples) for samples in self._passes)
         if not (math.isfinite(seconds) and seconds >= 0):
             raise ConfigurationError(
                 f"costs[{rank}] gives {seconds!r} for {self._samples} samples: seconds are finite and at least 0."

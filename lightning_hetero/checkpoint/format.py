@@ -98,7 +98,8 @@ def restore_plan(checkpoint: Mapping[str, Any], accounting: BatchAccounting, ran
     accounting.planner.load_state_dict(plan)
     if fits:
         fixed, per_sample, samples, *bends = fits[rank]
-        accounting.assume(cost_of(fixed, per_sample, *bends), int(samples))
+        most = max(accounting.planner.high[rank], 1)  # in one pass, of which it is the cost
+        accounting.assume(cost_of(fixed, per_sample, *bends), min(int(samples), most))
 
 
 # -- replicas --------------------------------------------------------------------------------------

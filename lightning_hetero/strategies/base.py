@@ -19,6 +19,7 @@ from torch.optim.optimizer import Optimizer
 from typing_extensions import override
 
 from lightning_hetero import lightning_compat
+from lightning_hetero.batching.passes import Passes, batches_of
 from lightning_hetero.checkpoint import directory
 from lightning_hetero.checkpoint.format import explain_unreadable, trainable_in, warn_of_replicas
 from lightning_hetero.checkpoint.shards import Shards
@@ -231,10 +232,10 @@ class HeteroStrategy(JobStrategy):
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         if self.lightning_module is not None:
             self.recovery.retry(lambda: self.step.begin(self.trainer))
-        moved = super().batch_to_device(batch, device, dataloader_idx)
+        moved = [super(HeteroStrategy, self).batch_to_device(one, device, dataloader_idx) for one in batches_of(batch)]
         if self.lightning_module is not None and self.trainer.training and self.options.balance != "off":
             mark_sizes_dynamic(moved)
-        return moved
+        return Passes(moved) if isinstance(batch, Passes) else moved[0]
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -242,11 +243,10 @@ class HeteroStrategy(JobStrategy):
         self.recovery.retry(lambda: self.engine.before_window())
         if isinstance(self.model, ReplicaDDP) and self.model.outgrown():
             self.wrap_again()
-        run, batch = partial(super().training_step, *args, **kwargs), args[0] if args else None
+        run, (batch, *more) = super().training_step, args
 
         def step() -> Any:
-            with self.step.forward(self.trainer, batch):
-                return run()
+            return self.step.forward(self.trainer, batch, lambda one: run(one, *more, **kwargs))
 
         manual = not self.trainer.lightning_module.automatic_optimization
         output = self.recovery.step(step, instead=lambda: None, backward=manual)
@@ -278,6 +278,10 @@ class HeteroStrategy(JobStrategy):
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """Run a backward pass of the loss, weighed by this rank's samples."""
         trainer, module, precision = self.trainer, self.trainer.lightning_module, self.precision_plugin
+        while self.step.goes_on:  # without hooks, in which ranks may meet
+            closure_loss = self.step.finish_pass(
+                trainer, closure_loss, lambda loss: precision.backward(loss, module, optimizer, *args, **kwargs)
+            )
         loss = self.step.weigh(closure_loss, trainer.accumulate_grad_batches)
         self.pre_backward(loss)
         loss = precision.pre_backward(loss, module)
@@ -367,7 +371,8 @@ class HeteroStrategy(JobStrategy):
     def on_train_start(self) -> None:
         super().on_train_start()
         self.collaborators.nonfinite.begin(searching=lightning_compat.searches_lr(self.trainer))
-        self.step.begin_fit(self.trainer.lightning_module, self.options.balance != "off")
+        limited = self.options.max_batch_size is not None
+        self.step.begin_fit(self.trainer.lightning_module, self.options.balance != "off", limited)
         self._rank_state.begin()
         self.recovery.begin()
 

@@ -28,6 +28,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_hetero import lightning_compat
 from lightning_hetero.batching.accounting import BatchAccounting
+from lightning_hetero.batching.passes import CollateInPasses
 from lightning_hetero.batching.sampler import FixedBatches, ShareSampler
 from lightning_hetero.batching.state_backup import StateBackup
 from lightning_hetero.batching.streams import SharedStreamLoader
@@ -39,6 +40,7 @@ from lightning_hetero.comm.object_collectives import CPU
 from lightning_hetero.comm.threads import without_process_group
 from lightning_hetero.errors import ConfigurationError, HeteroError, ShareError, UnsupportedError
 from lightning_hetero.strategies.options import Options, memory_per_rank
+from lightning_hetero.strategies.trainer_checks import say_passes
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -91,7 +93,8 @@ class Capacity:
 
         Raises:
             UnsupportedError: the data do not allow it, or a trial failed on some rank.
-            ShareError: not even the least batch fits on some rank, or all of them together do not make a global batch.
+            ShareError: not even the least batch fits on some rank; or all of them together do not make a global batch,
+                and cannot be run in passes.
         """
         if self.options.max_batch_size != "auto":
             return False
@@ -109,12 +112,6 @@ class Capacity:
             search = _Search(trainer, collectives, batches, max(accounting.planner.least, 1))
             found = search.run([memory for _, memory in basis[:-1]])
         self.found, self.basis, self._module = found, basis, weakref.ref(module)
-        if sum(found) < batches.total:
-            raise ShareError(
-                f"max_batch_size='auto': the ranks take at most {found} samples, {sum(found)} together, by "
-                f"what fits into their memory, but a global batch has {batches.total}. Use a smaller batch with "
-                "accumulate_grad_batches, or raise max_batch_memory if the devices have more."
-            )
         asked = None if accounting.planner.auto else accounting.planner.shares(accounting.step)
         if accounting.planner.limit(found):
             if asked is not None and (shares := accounting.planner.shares(accounting.step)) != asked:
@@ -122,7 +119,12 @@ class Capacity:
                     f"max_batch_size='auto': the shares that you have asked for, {asked} of a batch, do not fit into "
                     f"the memory of all ranks. They are {shares} now. Use a smaller global batch to keep the shares."
                 )
+            for loader in loaders.flattened:
+                if isinstance(collate := getattr(loader, "collate_fn", None), CollateInPasses):
+                    collate.limit = found[trainer.global_rank]
             _draw_anew(trainer, accounting, loaders)
+            if accounting.planner.in_passes(batches.total):
+                say_passes(accounting.planner, module)
         accounting.timer.restart()
         return searches
 
@@ -559,4 +561,5 @@ def _load(loader: Any, first: Sequence[Any] | None, samples: int) -> Any:
     if like.num_workers:
         given |= {name: getattr(like, name) for name in ("worker_init_fn", "timeout", "multiprocessing_context")}
     workers, generator = min(1, like.num_workers), torch.Generator()
-    return next(iter(DataLoader(**given, collate_fn=like.collate_fn, num_workers=workers, generator=generator)))
+    collate = like.collate_fn.collate if isinstance(like.collate_fn, CollateInPasses) else like.collate_fn
+    return next(iter(DataLoader(**given, collate_fn=collate, num_workers=workers, generator=generator)))

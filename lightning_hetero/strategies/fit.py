@@ -160,6 +160,7 @@ class Fit:
             options.global_batch_size,
             options.sizes,
             options.balance_iterable,
+            options.max_batch_size is not None,
             costs_of,
             retry,
         )

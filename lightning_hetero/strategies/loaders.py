@@ -15,6 +15,7 @@ from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
 from lightning_hetero.batching.global_batch import GlobalBatchSizes
+from lightning_hetero.batching.passes import CollateInPasses
 from lightning_hetero.batching.planner import Plan, Planner, Repartition
 from lightning_hetero.batching.sample_costs import SampleCosts, StreamCosts
 from lightning_hetero.batching.sampler import (
@@ -58,6 +59,7 @@ from lightning_hetero.lightning_compat import (
     mode_of,
     user_shards,
 )
+from lightning_hetero.strategies.trainer_checks import one_pass, say_passes
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -208,6 +210,7 @@ class Loaders:
         global_batch_size: samples in a step of all ranks; default: the loader's ``batch_size`` times the ranks.
         sized_by_user: whether the user has given shares, a batch size or limits.
         balance_iterable: whether measured shares may move where ranks have data of their own.
+        limited: whether the user has limited batches, so that a part may be more than a rank takes at once.
         costs_of: what the samples of a map-style dataset or of a ``SharedStream`` cost, if that is known; given
             ``None`` for other data, it sees that no costs were asked for.
         retry: calls a function of what ranks do together, and calls it again if a rank was lost meanwhile.
@@ -225,6 +228,7 @@ class Loaders:
         global_batch_size: int | None,
         sized_by_user: bool,
         balance_iterable: bool,
+        limited: bool = False,
         costs_of: Callable[[Any], SampleCosts | StreamCosts | None] = lambda dataset: None,
         retry: Callable[[Callable[[], Any]], Any] = lambda operation: operation(),
     ) -> None:
@@ -233,7 +237,7 @@ class Loaders:
         self._begin, self._broadcast, self._peers, self._size_of = begin, broadcast, peers, size_of
         self._retry = retry
         self._global_batch_size = global_batch_size
-        self._sized_by_user, self._balance_iterable = sized_by_user, balance_iterable
+        self._sized_by_user, self._balance_iterable, self._limited = sized_by_user, balance_iterable, limited
         self.combined: Callable[[], CombinedLoader | None] = lambda: None  # the Trainer's, once it has one
         self.seed_states: WeakKeyDictionary[LoaderSource, LoaderSeedState] = (
             WeakKeyDictionary()
@@ -295,7 +299,7 @@ class Loaders:
         if trainer.training:
             self.sizes.begin(resumed=trainer.ckpt_path is not None)
             self.combined = lambda: combined_loader(trainer)
-            made = self.training(loader, sharded)
+            made = self.training(loader, sharded, trainer.lightning_module)
             if (source := source_of(made)) is not None:
                 self.seed_states[source] = LoaderSeedState(getattr(loader, "generator", None))
             return made
@@ -304,7 +308,7 @@ class Loaders:
             return self._evaluated_stream(loader, "validation" if name == "val" else name, trainer)
         return self.evaluation(loader, name)
 
-    def training(self, loader: object, sharded_by_user: bool) -> object:
+    def training(self, loader: object, sharded_by_user: bool, module: "pl.LightningModule") -> object:
         """Make a training loader yield this rank's share (collective)."""
         problem: HeteroError | None = None
         kind: Kind = "stream"
@@ -319,6 +323,7 @@ class Loaders:
         described = {"kind": kind, "costs of samples": told, **self._described(loader, kind)}
         check_equal("the training dataloader", described)
         self.planner.hold(kind not in ("map", "shared stream") and not self._balance_iterable)
+        self.planner.one_pass = one_pass(module, of_ranks=kind not in ("map", "shared stream"))
         if costs is not None:
             how = "padded to the longest of a part" if costs.padded else "added up"
             rank_zero_info(f"Batches are dealt by what samples cost: {costs.source}, {how}.")
@@ -329,11 +334,18 @@ class Loaders:
             self.planner.expect(None if isinstance(batches, GroupedBatches) else self._batch_size(loader))
             sampler = ShareSampler(batches, self.rank, self.replica, self._begin_pass, self._cut, costs)
             sampler.padding, sampler.before_draw = self.planner.least, self.planner.ready
-            return with_batch_sampler(loader, sampler)
-        if kind == "shared stream":
+            if self._limited:
+                collate = CollateInPasses(loader.collate_fn, self.planner.high[self.rank])  # type: ignore[attr-defined]
+                object.__setattr__(loader, "collate_fn", collate)
+            made: object = with_batch_sampler(loader, sampler)
+        elif kind == "shared stream":
             assert not isinstance(costs, SampleCosts)
-            return self._shared(loader, costs)
-        return self._stream(loader, kind)
+            made = self._shared(loader, costs)
+        else:
+            made = self._stream(loader, kind)
+        if self.planner.in_passes(self.planner.total):
+            say_passes(self.planner, module)
+        return made
 
     def evaluation(self, loader: DataLoader, name: str) -> object:
         """Make an evaluation loader yield every sample once, on one rank (collective)."""
@@ -370,6 +382,8 @@ class Loaders:
     def take(self) -> Drawn:
         """The draw for the batch that is about to be trained on: samples of all loaders together."""
         parts = [source.take() for source in self.sources() if source.drawn]
+        if len(parts) == 1:
+            return parts[0]
         each = {rank: sum(part.parts.get(rank, 0) for part in parts) for part in parts for rank in part.parts}
         samples, total, cost = (sum(getattr(part, name) for part in parts) for name in ("samples", "total", "cost"))
         return Drawn(samples, total, each, cost)
@@ -393,6 +407,8 @@ class Loaders:
             return GroupedBatches(self._agreed(batch_sampler), self.sizes.of_groups())
         order = self._order(batch_sampler.sampler)
         size = self._batch_size(loader, evaluation)
+        if evaluation and not self.planner.limits_measured:  # an evaluation has no passes
+            size = min(size, sum(max(most, 1) for most in self.planner.plans[-1].high))
         return (
             EvenBatches(order, size, self.planner.world)
             if evaluation
@@ -479,17 +495,20 @@ class Loaders:
 
     def _cut(
         self, sampler: ShareSampler, step: int, in_epoch: int, batch: list[int]
-    ) -> tuple[list[int], Sequence[int]]:
+    ) -> tuple[list[int], Sequence[int], Sequence[int]]:
         """Cut one loader's batch by cost, or by samples, in proportion to those of loaders that it is combined with."""
         plan, combined = self.planner.at(step), self.combined()
         turn = in_epoch if self.planner.rotates else None  # as `Planner.turn`, of the epoch to which the step belongs
         sources = self.sources()
         if combined is None or len(sources) <= 1:
+            self.planner.check_room(len(batch))
             if sampler.costs is not None and not plan.by_samples:
-                return sampler.costs.deal(plan, batch)
-            return batch, plan.split([len(batch)], turn)[0]
+                batch, own = sampler.costs.deal(plan, batch)
+            else:
+                own = plan.split([len(batch)], turn)[0]
+            return batch, own, plan.passes(own)
         shares = plan.split([self._size_at(source, in_epoch, mode_of(combined)) for source in sources], turn)
-        return batch, shares[next(i for i, source in enumerate(sources) if source is sampler)]
+        return batch, shares[next(i for i, source in enumerate(sources) if source is sampler)], [1] * len(plan.high)
 
     def _begin_pass(self) -> Position:
         sources, combined = self.sources(), self.combined()
@@ -508,6 +527,7 @@ class Loaders:
                 )
                 for source in samplers:
                     source.costs = None
+            self.planner.one_pass = "there are several training loaders, of which each pass would need equal parts."
             length = max(map(len, samplers))
             steps = [[self._size_at(source, i, mode_of(combined)) for source in sources] for i in range(length)]
             self.planner.expect(sum(steps[0]))

@@ -40,11 +40,73 @@ _END = "_epoch_end"
 _EPOCH = ("on_train_start", "on_train_epoch_start", "on_train_epoch_end")  # hooks of a fit that are about no batch
 
 
+class LoggedInPasses:
+    """Values that a training step logs in several passes on a batch: logged once, in the last pass.
+
+    Ranks may run different numbers of passes, and yet meet as often. A mean weighs passes by their samples, or by the
+    ``batch_size`` that is given.
+    """
+
+    def __init__(self) -> None:
+        self.begin([0])
+
+    def begin(self, sizes: Sequence[int]) -> None:
+        """A batch has come; ``sizes``: samples of each pass on it."""
+        self._sizes, self._number = sizes, 0
+        self._values: dict[str, list[tuple[Tensor, float]]] = {}
+        self._calls: dict[str, Callable[..., None]] = {}
+        self.under_way = False  # whether a value is being logged
+
+    @property
+    def several(self) -> bool:
+        """Whether there are several passes."""
+        return len(self._sizes) > 1
+
+    def ended(self) -> None:
+        """A pass has ended."""
+        self._number += 1
+        if self._number == len(self._sizes):  # what the last pass has not logged
+            for name in list(self._values):
+                self._log(name)
+
+    def take(self, log: Callable[..., None], fx: str, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+        """Log a value, now or in the last pass; arguments after ``log`` are like its own."""
+        if not self.several or fx != "training_step" or not isinstance(value, Tensor):
+            self.under_way = True
+            log(fx, name, value, *args, **kwargs)
+            self.under_way = False
+            return
+        given = kwargs.pop("batch_size", None)
+        self._values.setdefault(name, []).append(
+            (value.detach(), self._sizes[self._number] if given is None else given)
+        )
+        how = getattr(reduce_fx := kwargs.get("reduce_fx", torch.mean), "__name__", str(reduce_fx)).lower()
+
+        def together() -> None:
+            values, weights = zip(*self._values.pop(name), strict=True)
+            whole = torch.stack(values)
+            if how in ("sum", "max", "min"):
+                whole = getattr(whole, how if how == "sum" else f"a{how}")(0)
+            else:
+                whole = sum(value * weight for value, weight in zip(values, weights, strict=True)) / (sum(weights) or 1)
+            log(fx, name, whole, *args, batch_size=None if given is None else int(sum(weights)), **kwargs)
+
+        self._calls[name] = together
+        if self._number + 1 == len(self._sizes):
+            self._log(name)
+
+    def _log(self, name: str) -> None:
+        self.under_way = True
+        self._calls[name]()
+        self.under_way = False
+
+
 def count(
     results: Any | None,
     collectives: Collectives,
     samples: Callable[[], float | None],
     epoch: Callable[[], float | None],
+    passes: LoggedInPasses | None = None,
 ) -> None:
     """From now on, until :func:`restore_counting`, what is logged counts by this rank's samples.
 
@@ -59,6 +121,7 @@ def count(
         collectives: what reduces.
         samples: this rank's samples of the batch; ``None`` if they are unknown.
         epoch: those of the epoch.
+        passes: on the batch, in training.
     """
     if results is None:
         return
@@ -78,7 +141,8 @@ def count(
                 value = _nothing_like(value, kwargs.get("reduce_fx", torch.mean))
         elif given is not None:
             found = float(given)
-        elif found is not None and not results.training:  # Lightning may look into the batch of the step before
+        elif found is not None and (not results.training or (passes and passes.several)):
+            # Lightning may look into the batch of the step before, or of one pass.
             batch_size = int(found)
         with collectives.weighing(lambda: found, None if given is None else name, _words(fx, name)), kept:
             plain(value, *args, batch_size=batch_size, **kwargs)
@@ -86,7 +150,7 @@ def count(
         if given == 0:
             _explain(results, name, collectives.explain_nan)
 
-    results.log = log
+    results.log = log if passes is None else partial(passes.take, log)
 
 
 def _words(fx: str, name: str) -> str:

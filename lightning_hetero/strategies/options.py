@@ -88,6 +88,7 @@ class Options:
             with BatchNorm a quarter of an even share, at least 2 and no more than 16.
         max_batch_size: most samples of a rank per step, for instance for its memory: one number for all, or one per
             rank. ``"auto"``: each rank tries what fits before the first training step, and takes up to 90% of that.
+            A global batch that is more than all limits together is run in several passes, each within the limit.
         max_batch_memory: memory that a training step may take on a rank's device under ``max_batch_size="auto"``: bytes
             or a text such as ``"8GiB"``, one for all ranks or one per rank. Default on CUDA devices: all there is;
             other devices need a limit.

@@ -1,6 +1,7 @@
 """Checks before training starts: Trainer, model and fit that would hang or be wrong are refused on every rank."""
 
 import os
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -13,14 +14,16 @@ from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostL
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.utils.data import DistributedSampler
+from torchmetrics import Metric
 
 from lightning_hetero.algorithms.base import Averager
 from lightning_hetero.algorithms.engine import listed
+from lightning_hetero.batching.planner import Planner
 from lightning_hetero.batching.streams import Stream
 from lightning_hetero.comm.agreement import check_equal, gather, raise_on_all
 from lightning_hetero.comm.view import View
 from lightning_hetero.errors import ConfigurationError, HeteroError, UnsupportedError
-from lightning_hetero.lightning_compat import saves_by_time, validation_interval
+from lightning_hetero.lightning_compat import ddp_options, saves_by_time, trainer_of, validation_interval
 from lightning_hetero.replicas.sharding import is_dtensor, is_sharded
 from lightning_hetero.strategies.options import Options
 from lightning_hetero.strategies.weight_averaging import averages_weights
@@ -161,6 +164,47 @@ def averages_again(options: Mapping[str, Any]) -> None:
         f"{given}: PyTorch's post-local SGD averages the parameters of all ranks a second time, each with the same "
         "weight whatever its samples. This strategy averages them by itself. Leave the option out, or use hetero_ddp."
     )
+
+
+def one_pass(module: "pl.LightningModule", of_ranks: bool) -> str:
+    """The reason why a rank cannot run its part of a batch in several passes; empty if it can.
+
+    Args:
+        module: to be trained.
+        of_ranks: whether each rank has training data of its own.
+    """
+    if of_ranks:
+        return "each rank reads training data of its own."
+    if not module.automatic_optimization:
+        return "with manual optimization training_step itself lets the optimizers step, after the first pass already."
+    if is_sharded(module):
+        return "the model is sharded, and its ranks need each other in every forward pass."
+    strategy: Any = getattr(trainer_of(module), "strategy", None)
+    if strategy is not None and ddp_options(strategy).get("static_graph"):
+        return "with static_graph=True DDP averages gradients in every backward pass at first."
+    for name, part in module.named_modules():
+        if isinstance(part, torch.nn.SyncBatchNorm):
+            return f"{name!r} is a SyncBatchNorm, for which all ranks need the same number of forward passes."
+        if isinstance(part, Metric) and part.dist_sync_on_step:
+            return f"{name!r} is a metric with dist_sync_on_step=True, for which all ranks need as many forward passes."
+    return ""
+
+
+def say_passes(planner: Planner, module: torch.nn.Module) -> None:
+    """Tell the user that ranks run their parts in passes; on every rank, if BatchNorm then does another thing."""
+    high = list(planner.plans[-1].high)
+    rank_zero_info(
+        f"A global batch of {planner.total} samples is more than all ranks take at once ({high}): ranks run their "
+        "parts in several passes within a step, each of at most so many samples."
+    )
+    if any(isinstance(part, torch.nn.modules.batchnorm._BatchNorm) for part in module.modules()):
+        warnings.warn(
+            f"max_batch_size={high} is less than a global batch of {planner.total} samples, and the model has "
+            "BatchNorm: it normalises by the samples of a pass, not by all of a rank's part, and updates its running "
+            "statistics once for each pass, as under accumulate_grad_batches. Use GroupNorm or LayerNorm where that "
+            "matters.",
+            stacklevel=2,
+        )
 
 
 def complex_parameters(module: torch.nn.Module) -> HeteroError | None:

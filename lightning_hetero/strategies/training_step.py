@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import wraps
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,7 @@ from lightning_hetero.algorithms.base import Outcome
 from lightning_hetero.algorithms.engine import Engine
 from lightning_hetero.batching.accounting import BatchAccounting
 from lightning_hetero.batching.nonfinite import NonFiniteGuard
+from lightning_hetero.batching.passes import batches_of, even_sizes
 from lightning_hetero.batching.streams import EvaluatedStream
 from lightning_hetero.batching.weights import (
     gradient_weight,
@@ -31,12 +32,24 @@ from lightning_hetero.batching.weights import (
 )
 from lightning_hetero.comm.collectives import Collectives
 from lightning_hetero.comm.failures import deadline
-from lightning_hetero.errors import UnsupportedError
-from lightning_hetero.lightning_compat import DataFetcherWrapper, evaluated_loader, fetched_batch, results_of
+from lightning_hetero.errors import UnsupportedError, not_none
+from lightning_hetero.lightning_compat import (
+    ClosureResult,
+    DataFetcherWrapper,
+    evaluated_loader,
+    fetched_batch,
+    results_of,
+)
 from lightning_hetero.replicas.sharding import is_dtensor
 from lightning_hetero.replicas.vectors import broadcast_tensors
 from lightning_hetero.strategies.default_groups import CollectiveObserver
-from lightning_hetero.strategies.metrics import count, restore_counting, sync_anywhere, warn_of_losses_over_all
+from lightning_hetero.strategies.metrics import (
+    LoggedInPasses,
+    count,
+    restore_counting,
+    sync_anywhere,
+    warn_of_losses_over_all,
+)
 from lightning_hetero.strategies.position import describe
 
 if TYPE_CHECKING:
@@ -80,16 +93,27 @@ class TrainingStep:
         self._epoch, self._of_epoch = -1, 0.0  # the running one, and this rank's samples in it
         self._none = False  # whether the running training_step has returned None
         self._hooks: list[RemovableHandle] = []  # of the fit, on modules
+        self._limited: pl.LightningModule | None = None  # of the fit, if there may be passes
         self.passes = 0  # backward passes on the latest batch
+        self._batches: Sequence[Any] = [None]  # of the latest one, of which this rank runs one after the other
+        self._pass = 0  # the number of the running one
+        self._mean: Tensor | None = None  # of the losses so far, if there are several
+        self._result: ClosureResult  # of the running pass, after the first
+        self._run: Callable[[Any], Any] = lambda batch: None
+        self._logging = LoggedInPasses()
 
-    def begin_fit(self, module: "pl.LightningModule", uneven: bool) -> None:
+    def begin_fit(self, module: "pl.LightningModule", uneven: bool, limited: bool) -> None:
         """Training starts.
 
         Args:
             module: to be trained.
             uneven: whether ranks may get different numbers of samples.
+            limited: whether they may run several passes on a batch.
         """
         self.close()
+        if limited:
+            self._limited = module
+            lightning_compat.transfer_each_pass(module)
         weighed = uneven and len(self._accounting.replica) > 1
         self._observer.weighed = weighed and not callable(getattr(module, "batch_weight", None))
         if self._observer.weighed:
@@ -111,21 +135,82 @@ class TrainingStep:
 
     def _log_to(self, results: Any | None) -> None:
         self._logged = results
-        count(results, self._collectives, lambda: self._counted, lambda: self._of_epoch)
+        count(results, self._collectives, lambda: self._counted, lambda: self._of_epoch, self._logging)
 
-    @contextmanager
-    def forward(self, trainer: "pl.Trainer", batch: Any) -> Iterator[None]:
-        """Run the module's training step in this block; what it logs counts by this rank's samples."""
-        module, (samples, total, *_) = trainer.lightning_module, self._accounting.current()
-        self._samples += total
+    def forward(self, trainer: "pl.Trainer", batch: Any, run: Callable[[Any], Any]) -> Any:
+        """Run the module's training step on a batch, or on the first of its passes.
+
+        What it logs counts by this rank's samples.
+
+        Args:
+            trainer: runs the fit.
+            batch: this rank's, or its :class:`~lightning_hetero.batching.passes.Passes`.
+            run: the training step, given the batch of a pass.
+
+        Returns:
+            What the training step has returned.
+        """
+        module, drawn = trainer.lightning_module, self._accounting.current()
+        self._samples += drawn.total
+        self._batches, self._run = batches_of(batch, drawn.passes), run
+        self._pass, self._mean = 0, None
+        self._logging.begin(even_sizes(int(drawn.samples), len(self._batches)))
+        if len(self._batches) > 1:
+            lightning_compat.ResultOfPasses.of(trainer)
         if callable(measure := getattr(module, "batch_weight", None)):
             self._accounting.weigh(measure, batch)
         self._finite.before_forward(module)
-        state = nullcontext() if samples > 0 else preserve_buffers(module)
-        self._none = False
-        instead = self._instead_of_none(module) if trainer.world_size > 1 else nullcontext()
-        with state, instead, self._collectives.weighing(lambda: self._counted), self._observer.forward():
-            yield
+        with nullcontext() if drawn.samples > 0 else preserve_buffers(module):
+            return self._run_pass(trainer)
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether another pass on this batch follows the running one."""
+        return self._pass + 1 < len(self._batches)
+
+    def _run_pass(self, trainer: "pl.Trainer") -> Any:
+        """Run the training step on the batch of the running pass."""
+        in_passes, self._none = self._accounting.current().in_passes, False
+        instead = self._instead_of_none(trainer.lightning_module) if trainer.world_size > 1 or in_passes else None
+        local = trainer.strategy.block_backward_sync() if self.goes_on else None  # type: ignore[attr-defined]
+        alone = self._collectives.preceding(lambda: self._refuse("a collective")) if in_passes else None
+        self._observer.refuse = self._refuse if in_passes else lambda name: None
+        with ExitStack() as stack:
+            for context in filter(None, (instead, local, alone)):
+                stack.enter_context(context)
+            with self._collectives.weighing(lambda: self._counted), self._observer.forward():
+                output = self._run(self._batches[self._pass])
+                self._logging.ended()
+                return output
+
+    def _refuse(self, name: str) -> None:
+        """Refuse a collective that the user's training step calls, where ranks may run it different times."""
+        if not self._logging.under_way:
+            raise UnsupportedError(
+                f"training_step calls {name}, while ranks run their parts of a batch in passes: each may run another "
+                "number of them, so that some would wait forever. Raise max_batch_size, use a smaller batch with "
+                "accumulate_grad_batches, or call it in a hook such as on_train_batch_end. self.log may be called."
+            )
+
+    def finish_pass(self, trainer: "pl.Trainer", loss: Tensor, backward: Callable[[Tensor], None]) -> Tensor:
+        """Run the backward pass of one pass, of which the gradients stay on this rank, and begin the next.
+
+        Args:
+            trainer: runs the fit.
+            loss: of the pass.
+            backward: runs the backward pass of a loss.
+
+        Returns:
+            The loss of the next pass.
+        """
+        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        with trainer.strategy.block_backward_sync(), self._observer.backward():  # type: ignore[attr-defined]
+            weighed = self.weigh(loss, trainer.accumulate_grad_batches)
+            with self._zero_backward(trainer.lightning_module) if self._weight == 0 else nullcontext():
+                backward(weighed if scaler is None else scaler.scale(weighed))
+        self._pass += 1
+        self._result = lightning_compat.pass_result(trainer, lambda: self._run_pass(trainer))
+        return not_none(self._result.closure_loss, "the loss of a pass")
 
     @contextmanager
     def _instead_of_none(self, module: "pl.LightningModule") -> Iterator[None]:
@@ -140,6 +225,12 @@ class TrainingStep:
             output = step(*args, **kwargs)
             if output is not None or not module.automatic_optimization:
                 return output
+            if self._accounting.current().in_passes:
+                raise UnsupportedError(
+                    f"`training_step` returned None on rank {module.global_rank} at {describe(module.trainer)}, in one "
+                    "of several passes on a batch, of which the others count already. Return `0.0 * loss`: its samples "
+                    "then count, with a gradient of zero."
+                )
             if len(self._accounting.replica) > 1 and self._finite.shard_traffic is not None:
                 raise UnsupportedError(
                     f"`training_step` returned None on rank {module.global_rank} at {describe(module.trainer)}. The "
@@ -172,16 +263,21 @@ class TrainingStep:
             loss: the mean over this rank's samples, divided by the number of batches in a window.
             windows: that number.
         """
-        self._loss = None if self._none else loss.detach() * windows
-        before, _ = weights = self._accounting.weights()
-        own, total = self._finite.count(loss, *weights, given=not self._none)
+        drawn, (before, total) = self._accounting.current(), self._accounting.weights()
+        if len(self._batches) > 1:
+            part = self._accounting.pass_fractions()[self._pass]
+            before *= part
+            self._mean = part * loss.detach() + (0.0 if self._mean is None else self._mean)
+        mean = loss.detach() if self._mean is None else self._mean
+        self._loss = None if self._none else mean * windows
+        own, total = self._finite.count(loss, before, total, not self._none, drawn.in_passes)
         if self._none and not self._finite.asks:  # of a replica of one rank
             own, self._samples = 0.0, self._samples - self._accounting.current().total
         left_out = own < before and (total or self._none)
         if left_out:  # what hooks log from now on counts as little as its samples
             self._counted = 0.0
         self._weight = gradient_weight(own, total, len(self._accounting.replica))
-        return self._finite.weigh(loss, self._weight)
+        return self._finite.weigh(loss, self._weight, drawn.in_passes)
 
     @contextmanager
     def backward(self, trainer: "pl.Trainer", loss: Tensor, optimizers: Sequence[Optimizer]) -> Iterator[None]:
@@ -196,6 +292,10 @@ class TrainingStep:
         self._timer.backward_done()
         if self._loss is not None:  # once, also where the step is repeated
             self._engine.take_loss(self._loss)
+        if self._mean is not None:
+            lightning_compat.ResultOfPasses.of(trainer).replace(self._mean, self._result)
+            del self._result  # with the graph of the last pass
+            self._batches, self._pass = [None], 0
         self._weight = self._loss = None
         self._engine.before_overwrite(after_backward=True)  # before hooks, which may do so
         self._finite.check(optimizers, model)
@@ -271,12 +371,17 @@ class TrainingStep:
         """Go on in the midst of a window where another one has stopped, which was made from an earlier view."""
         self._samples, self._counted = former._samples, former._counted
         self._epoch, self._of_epoch = former._epoch, former._of_epoch
-        self.passes, self._hooks = former.passes, former._hooks
+        self.passes, self._hooks, self._limited = former.passes, former._hooks, former._limited
+        self._batches, self._run, self._pass, self._mean = former._batches, former._run, former._pass, former._mean
+        self._logging = former._logging
         self._log_to(former._logged)
 
     def close(self) -> None:
         """The fit has ended; idempotent."""
         restore_counting(self._logged)
+        if self._limited is not None:
+            lightning_compat.transfer_as_before(self._limited)
+            self._limited = None
         for hook in self._hooks:
             hook.remove()
         self._hooks = []

@@ -2,6 +2,7 @@
 
 from collections import Counter
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
@@ -92,7 +93,8 @@ class Rank:
                         num_workers=workers,
                         persistent_workers=persistent and workers > 0,
                     ),
-                    sharded_by_user=False,
+                    False,
+                    pl.LightningModule(),
                 )
                 for samples in sizes
             ],

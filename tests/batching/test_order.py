@@ -5,6 +5,7 @@ from functools import partial
 from itertools import chain
 from operator import eq
 
+import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
@@ -277,5 +278,5 @@ def test_ranks_meet_at_one_moment_to_agree_on_a_sampler_or_are_refused(
         if evaluation:
             loaders.evaluation(loader, name="validation")
         else:
-            loaders.training(loader, sharded_by_user=False)
+            loaders.training(loader, False, pl.LightningModule())
     assert (told[0] == told[1]) == fits

@@ -21,7 +21,7 @@ from lightning_hetero.batching.planner import (
     plan_for_survivors,
     rotating_shares,
 )
-from lightning_hetero.batching.shares import Cost
+from lightning_hetero.batching.shares import Cost, Stepwise, makespan, split
 from lightning_hetero.errors import ConfigurationError, ShareError
 
 EXAMPLE = (0.002, 0.002, 0.004, 0.008)  # seconds per sample
@@ -360,14 +360,38 @@ def test_options_that_cannot_work_are_refused(options):
     [
         ({}, 3, ["3", "4 ranks", "[1, 1, 1, 1]"]),
         ({"low": 17}, 64, ["64", "[17, 17, 17, 17]", "min_batch_size"]),
-        ({"high": 15}, 64, ["64", "[15, 15, 15, 15]", "sum 60"]),
-        ({"high": [0, 0, 60, 3], "low": 0}, 64, ["64", "sum 63"]),
+        ({"high": 15}, 64, ["64", "[15, 15, 15, 15]", "60 together", "a reason."]),
+        ({"high": [0, 0, 60, 3], "low": 0}, 64, ["64", "63 together"]),
+        ({"high": 0, "low": 0}, 64, ["64", "0 together"]),
     ],
 )
 def test_a_batch_that_the_limits_do_not_admit_is_refused(options, total, words):
+    planner = Planner(4, **options)
+    planner.one_pass = "a reason."
     with pytest.raises(ShareError) as caught:
-        planner_of(total, 4, **options)
+        planner.expect(total)
     assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+def test_a_batch_that_is_more_than_fits_is_run_in_passes():
+    planner = planner_of(64, 4, high=[20, 20, 5, 5])
+    assert planner.in_passes(64)
+    assert planner.shares(0) == [16, 16, 16, 16]
+    assert planner.plans[-1].passes([16, 16, 16, 16]) == [1, 1, 4, 4]
+    assert planner.plans[-1].split([50]) == [[20, 20, 5, 5]]  # a smaller one, that fits, is not
+    planner.update(4, [report(k, 0.050) for k in (0.002, 0.002, 0.004, 0.008)])
+    shares = planner.shares(4)
+    assert sum(shares) == 64
+    limits = zip((0.002, 0.002, 0.004, 0.008), (20, 20, 5, 5), strict=True)
+    costs = [Stepwise(Cost(0.050, k), high) for k, high in limits]
+    assert makespan(shares, costs) == makespan(split(64, costs), costs)
+    assert planner.plans[-1].passes(shares)[:2] == [2, 2]
+
+
+def test_a_rank_that_may_take_nothing_takes_nothing_in_passes_either():
+    planner = planner_of(64, 3, low=0, high=[0, 20, 10])
+    assert planner.shares(0)[0] == 0
+    assert sum(planner.shares(0)) == 64
 
 
 def test_every_rank_takes_a_sample_unless_it_may_take_none():
@@ -451,8 +475,10 @@ def test_limits_that_are_found_later_are_as_those_that_were_given(balance, least
 
 
 def test_limits_that_are_found_and_cannot_be_met():
-    with pytest.raises(ShareError, match="64 samples cannot be split"):
-        planner_of(64, 2).limit([20, 30])
+    planner = planner_of(64, 2)
+    planner.one_pass = "a reason."
+    with pytest.raises(ShareError, match="64, and cannot take it in several passes: a reason"):
+        planner.limit([20, 30])
     with pytest.raises(ShareError, match=r"min_batch_size=\[8, 8\] exceeds max_batch_size=\[7, 64\]"):
         planner_of(64, 2, low=8).limit([7, 64])
     planner = planner_of(None, 2)
@@ -684,5 +710,5 @@ def test_a_checkpoint_of_small_batches_can_be_resumed_with_large_ones():
 def test_the_users_upper_limits_hold_for_any_batch():
     plan = skewed_planner(high=40).plans[-1]
     assert max(plan.split([160])[0]) == 40
-    with pytest.raises(ShareError, match="at most"):
-        plan.split([161])
+    assert plan.passes(plan.split([160])[0]) == [1, 1, 1, 1]
+    assert max(plan.passes(plan.split([161])[0])) == 2

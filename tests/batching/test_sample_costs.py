@@ -12,7 +12,7 @@ from lightning_hetero.batching.cost import CostEvidence, CostModel, SpeedEstimat
 from lightning_hetero.batching.plan_agreement import plan_as_row, plan_from_row
 from lightning_hetero.batching.planner import Plan, Planner, Report, plan_for_survivors
 from lightning_hetero.batching.sample_costs import SampleCosts, sample_costs_of, stream_costs_of
-from lightning_hetero.batching.sampler import FixedBatches, Position, ShareSampler
+from lightning_hetero.batching.sampler import Drawn, FixedBatches, Position, ShareSampler
 from lightning_hetero.batching.shares import Cost
 from lightning_hetero.batching.timer import StepTiming
 from lightning_hetero.errors import ConfigurationError, DataError
@@ -131,7 +131,8 @@ def test_the_samples_of_a_stream_are_asked_as_they_come():
 def ranks_that_draw(world, plans, costs, samples, position):
     def cut(sampler, step, in_epoch, batch):
         plan = next(plan for plan in reversed(plans) if plan.start <= step)
-        return costs.deal(plan, batch)
+        order, shares = costs.deal(plan, batch)
+        return order, shares, plan.passes(shares)
 
     return [
         ShareSampler(FixedBatches(range(samples), 12, False), rank, range(world), lambda: position, cut, costs)
@@ -169,7 +170,7 @@ def test_a_rank_without_samples_pads_with_the_cheapest():
     plans = [Plan(0, (Cost(0.0, 1.0), Cost(0.0, 1.0)), (0, 0), (9, 0))]
     [_, idle] = ranks_that_draw(2, plans, costs, 4, Position(0, 0, 0))
     assert list(idle) == [[2]]
-    assert idle.drawn[0] == (0, 4, {0: 4, 1: 0}, 1.0)
+    assert idle.drawn[0] == Drawn(0, 4, {0: 4, 1: 0}, 1.0)
 
 
 # -- what a rank learns --------------------------------------------------------------------------------

@@ -52,7 +52,9 @@ class Rank:
     def cut(self, sampler, step, in_epoch, batch):
         assert sampler is self.sampler
         self.asked.append((step, in_epoch, len(batch)))
-        return batch, self.planner.at(step).split([len(batch)])[0]
+        plan = self.planner.at(step)
+        shares = plan.split([len(batch)])[0]
+        return batch, shares, plan.passes(shares)
 
     def go_to(self, epoch, batch=0, step=None):
         self.position = Position(epoch, batch, epoch * len(self.sampler) + batch if step is None else step)

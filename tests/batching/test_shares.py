@@ -15,6 +15,7 @@ from lightning_hetero.batching.shares import (
     WORTH_LEAVING,
     Cost,
     Curve,
+    Stepwise,
     bound,
     cost_of,
     curve_below,
@@ -35,7 +36,8 @@ bends = st.lists(st.tuples(st.integers(1, 40).map(float), st.integers(1, 40).map
 )
 curves = st.builds(Curve, st.integers(0, 40).map(lambda i: i / 8), st.integers(1, 40).map(lambda i: i / 8), bends)
 lines = st.lists(exact, min_size=1, max_size=4) | st.lists(rough, min_size=1, max_size=4)
-cost_lists = lines | st.lists(rough | curves, min_size=1, max_size=4)
+in_passes = st.builds(Stepwise, exact | curves, st.integers(1, 5))
+cost_lists = lines | st.lists(rough | curves, min_size=1, max_size=4) | st.lists(in_passes, min_size=1, max_size=4)
 
 
 @st.composite
@@ -80,7 +82,7 @@ def test_no_other_split_is_faster(instance):
 
 
 @given(
-    st.lists(exact, min_size=1, max_size=8) | st.lists(rough | curves, min_size=1, max_size=8),
+    st.lists(exact, min_size=1, max_size=8) | st.lists(rough | curves | in_passes, min_size=1, max_size=8),
     st.integers(0, 4000),
     st.data(),
 )

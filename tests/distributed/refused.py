@@ -11,6 +11,7 @@ import torch.distributed as dist
 from tasks import GanLike, Net, TokenNet, dataset, rank
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Subset
+from torchmetrics import MeanMetric
 
 from lightning_hetero import Averager, SharedStream, StepContext, strategy_for
 from lightning_hetero.algorithms.easgd_async import AsyncElasticAverager
@@ -83,6 +84,39 @@ class TrainsItself(Net):
     def __init__(self) -> None:
         super().__init__()
         self.automatic_optimization = False
+
+
+class SyncedMetric(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.metric = MeanMetric(dist_sync_on_step=True)
+
+
+class Gathers(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.all_gather(batch[0].sum())
+        return super().training_step(batch, batch_idx)
+
+
+class Reduces(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        dist.all_reduce(torch.zeros(1))
+        return super().training_step(batch, batch_idx)
+
+
+class Nothing(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+        return None
+
+
+class Whole(Dataset):
+    """Makes whole batches of lists of indices."""
+
+    def __len__(self) -> int:
+        return 96
+
+    def __getitems__(self, indices: list[int]) -> dict[str, list[int]]:
+        return {"samples": indices}
 
 
 class FailsAlone(Net):

@@ -212,10 +212,12 @@ def train(
     return trainer
 
 
-def one_process(samples: int, batches: list[list[int]], epochs: int = 2, make: Any = Net) -> torch.Tensor:
+def one_process(
+    samples: int, batches: list[list[int]], epochs: int = 2, make: Any = Net, **options: Any
+) -> torch.Tensor:
     """The parameters that one process of Lightning's comes to on these batches of a dataset."""
     module = make()
-    train(module, "auto", DataLoader(dataset(samples), batch_sampler=batches), devices=1, max_epochs=epochs)
+    train(module, "auto", DataLoader(dataset(samples), batch_sampler=batches), devices=1, max_epochs=epochs, **options)
     return parameters(module)
 
 

@@ -126,6 +126,7 @@ def unfrozen(kind: Any, options: Any, error: type[HeteroError], callback: pl.Cal
 
 AUTO = {"moving_rate": "auto"}
 EVEN = {"balance": "off", "global_batch_size": None}
+THREE = {"max_batch_size": 3}
 SEARCHED = {"max_batch_size": "auto", "max_batch_memory": "1GB"}
 HOSTS = {"host": ["host0", "host1"]}  # where a rank thinks it is
 TIMED = {"val_check_interval": "00:00:00:05", "check_val_every_n_epoch": None}
@@ -140,7 +141,28 @@ GOES_ON = {"on_peer_loss": "continue"}
 NODE, TWO_EPOCHS = STRATEGIES["node"], {"max_epochs": 2}
 TWO_RANKS = [
     ddp(ConfigurationError, "3 shares for 2 ranks", options={"balance": [1.0, 1.0, 1.0]}),
-    ddp(ShareError, "at most [3, 3]", "8 samples", options={"max_batch_size": 3}),
+    ddp(ShareError, "at most [3, 3]", "batch of 8,", "manual optimization", options=THREE, module=bad.TrainsItself),
+    ddp(ShareError, "with static_graph=True DDP averages", options={**THREE, "static_graph": True}),
+    ddp(ShareError, "'metric' is a metric with dist_sync_on_step=True", options=THREE, module=bad.SyncedMetric),
+    ddp(ShareError, "each rank reads training data of its own", options=THREE, data=bad.Stream),
+    ddp(ShareError, "several training loaders", options=THREE, loader=lambda: bad.two(dataset(96), dataset(96), 4)),
+    ddp(UnsupportedError, "training_step calls a collective, while", options=THREE, module=bad.Gathers, late=True),
+    ddp(
+        UnsupportedError,
+        "training_step calls torch.distributed.all_reduce",
+        options=THREE,
+        module=bad.Reduces,
+        late=True,
+    ),
+    ddp(UnsupportedError, "returned None", "in one of several passes", options=THREE, module=bad.Nothing, late=True),
+    ddp(
+        DataError,
+        "is to be run in 2 passes, and its dataset makes it in 1",
+        options=THREE,
+        data=bad.Whole,
+        load={"batch_size": 4, "collate_fn": dict},
+        late=True,
+    ),
     ddp(ShareError, "8 samples is too small", options={"min_batch_size": 5}),
     ddp(ShareError, "1 samples is too small for 2 ranks", options={"global_batch_size": 1}),
     ddp(ConfigurationError, "does not fit 2 ranks", options={"ranks_per_node": 3}),
@@ -193,7 +215,12 @@ TWO_RANKS = [
         module=bad.FailsAlone,
     ),
     ddp(ShareError, "not even a batch of 1 fits", "rank(s) [1]", options={**SEARCHED, "max_batch_memory": ["1GB", 99]}),
-    ddp(ShareError, "but a global batch has 8", "raise max_batch", options={**SEARCHED, "max_batch_memory": 14_250}),
+    ddp(
+        ShareError,
+        "less than a global batch of 8, and cannot take it in several passes",
+        options={**SEARCHED, "max_batch_memory": 14_250},
+        module=bad.SyncedMetric,
+    ),
     ddp(ConfigurationError, "min_replicas=3, but this job has 2 ranks", options={**GOES_ON, "min_replicas": 3}),
     ddp(
         UnsupportedError,
