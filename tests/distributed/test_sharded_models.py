@@ -571,8 +571,8 @@ REFUSED: dict[str, tuple[str, type[Any], dict[str, Any], str]] = {
     "join": (
         "hetero_node",
         ShardedNet,
-        {"on_peer_loss": "continue", "join_file": "no such file", "ranks_per_node": 1},
-        "nobody could join this fit: the model is sharded, and nobody can join such a job yet",
+        {"on_peer_loss": "continue", "join_file": "no such file", "ranks_per_node": [1, 1, 1]},
+        "nobody could join this fit: the model is sharded, and a replica that joins must be of the size of all others",
     ),
 }
 
