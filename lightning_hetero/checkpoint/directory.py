@@ -31,7 +31,7 @@ from torch.optim import Optimizer
 from lightning_hetero.comm.agreement import gather
 from lightning_hetero.comm.object_collectives import portable
 from lightning_hetero.errors import CheckpointError
-from lightning_hetero.replicas.sharding import is_dtensor
+from lightning_hetero.replicas.sharding import in_shards, is_dtensor
 
 META = "meta.pt"  # as Lightning calls it
 #: Of a checkpoint that was read from a directory, in memory: where its shards are.
@@ -199,6 +199,13 @@ def load_model(checkpoint: Mapping[str, Any], module: nn.Module, strict: bool) -
     with _explained(path):
         _read_into(state, path, strict)
     module.load_state_dict(state["state_dict"], strict=strict)
+
+
+def load_shards(checkpoint: Mapping[str, Any], module: nn.Module, strict: bool) -> None:
+    """The same of a checkpoint in memory, with this rank's shards."""
+    own, state = module.state_dict(), checkpoint["state_dict"]
+    parts = {name: in_shards(own[name], value) if is_dtensor(own.get(name)) else value for name, value in state.items()}
+    module.load_state_dict(parts, strict=strict)
 
 
 def load_optimizers(checkpoint: Mapping[str, Any], module: nn.Module, optimizers: Sequence[Optimizer]) -> None:

@@ -14,6 +14,7 @@ from lightning_hetero.comm.agreement import value_of_rank
 from lightning_hetero.comm.failures import deadline
 from lightning_hetero.comm.object_collectives import ObjectMessage
 from lightning_hetero.errors import CheckpointError
+from lightning_hetero.replicas.sharding import local
 
 _WEIGHTS = "state_dict"
 
@@ -94,14 +95,17 @@ class MemoryCheckpointIO(CheckpointIO):
     Args:
         path: of the checkpoint.
         usual: reads and writes all other files.
-        kept: names of what each rank keeps of its own; a new one takes that of rank 0.
+        kept: names of what each rank keeps of its own; a new one takes that of a source.
+        sources: the ranks from which new ones take it in turn: where the model is sharded, those of a whole replica.
 
     Attributes:
         loaded: names of the values of the model that were loaded from the checkpoint.
     """
 
-    def __init__(self, path: str, usual: CheckpointIO, kept: Collection[str] = ()) -> None:
-        self.path, self.usual, self._kept = path, usual, kept
+    def __init__(
+        self, path: str, usual: CheckpointIO, kept: Collection[str] = (), sources: Sequence[int] = (0,)
+    ) -> None:
+        self.path, self.usual, self._kept, self._sources = path, usual, kept, sources
         self.loaded: Collection[str] = ()
         self._weights: dict[str, Any] = {}
         self._own: ObjectMessage | None = None
@@ -110,15 +114,15 @@ class MemoryCheckpointIO(CheckpointIO):
     def keep(
         self, state: Mapping[str, Any], parameters: Collection[str], new: Collection[Tensor] = ()
     ) -> dict[str, Any]:
-        """A copy of the model's state.
+        """A copy of the model's state, with this rank's shards of what is sharded.
 
         Args:
             state: of the model.
-            parameters: names of the values that are the same on all ranks.
+            parameters: names of the values that are the same on all ranks, or in the same shards on all replicas.
             new: tensors that nobody else writes to. What lies in them is not copied, if they are on the CPU.
         """
         result: Any = copy(state)  # with what it holds besides, such as the versions in a module's state
-        result.update(Snapshot().of(dict(state), new))
+        result.update(Snapshot().of({name: local(value) for name, value in state.items()}, new))
         self._weights = {name: result[name] for name in parameters if isinstance(result.get(name), Tensor)}
         return result
 
@@ -151,18 +155,20 @@ class MemoryCheckpointIO(CheckpointIO):
         self.usual.remove_checkpoint(path)
 
     def share(self, rank: int, before: int, world: int) -> None:
-        """Give all ranks what they need of rank 0 (collective).
+        """Give all ranks what they need of rank 0, and new ones what they need of their sources (collective).
 
         Args:
             rank: of this process.
             before: number of ranks that have files already; the others come after them.
             world: number of all ranks.
         """
-        common, own = value_of_rank((self._common, self._own), 0)
+        common, sources = value_of_rank((self._common, self._sources), 0)
         with deadline("receive the state of the job"):
             self._common = common.passed_on(range(world))
-            if rank == 0 or rank >= before:
-                self._own = own.passed_on([0, *range(before, world)])
+            for place, source in enumerate(sources if world > before else ()):
+                own, ranks = value_of_rank(self._own, source), [source, *range(before + place, world, len(sources))]
+                if rank in ranks:
+                    self._own = own.passed_on(ranks)
 
     def clear(self) -> None:
         """Nobody begins again from here any more."""

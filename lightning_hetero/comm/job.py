@@ -101,8 +101,8 @@ class Job:
         everyone = gather(follows, "where ranks come from")
         if follows is not None:
             # Each launcher counts its nodes from 0.
-            nodes = list(dict.fromkeys(gather((follows.launch, place.node), "the nodes")))
-            place = place._replace(node=nodes.index((follows.launch, place.node)))
+            own = place.host, follows.launch, place.node
+            place = place._replace(node=list(dict.fromkeys(gather(own, "the nodes"))).index(own))
         topology = discover(place, ranks_per_node)
         end_unused()
         check_equal("the strategy's options", options)
@@ -143,12 +143,12 @@ class Job:
             weakref.finalize(self, self._mixed.close).atexit = False
         return self._mixed
 
-    def device_mesh(self, tensor_parallel: int, former: Sequence[int] | None = None) -> DeviceMesh | None:
+    def device_mesh(self, tensor_parallel: int, former: DeviceMesh | None = None) -> DeviceMesh | None:
         """The devices of this rank's replica as a mesh, for a model that shards itself (collective over the replica).
 
         Args:
             tensor_parallel: number of consecutive ranks that split each layer among them.
-            former: the ranks of this replica in the view before, whose mesh goes on. Default: these.
+            former: the mesh over which the model is sharded already, which goes on. Default: that of these ranks.
 
         Returns:
             A mesh with the dimensions ``"data_parallel"`` and ``"tensor_parallel"``; ``None``: no backend connects its
@@ -162,7 +162,8 @@ class Job:
         places = torch.tensor(ranks).view(-1, tensor_parallel)
         [[row, column]] = (places == self.view.rank).nonzero().tolist()
         lines = {DATA: places[:, column].tolist(), TENSOR: places[row].tolist()}
-        mesh, lasting = _meshes.pop((device, tensor_parallel, tuple(former or ranks)), (None, []))
+        known = (key for key, (mesh, _) in _meshes.items() if mesh is former is not None)
+        mesh, lasting = _meshes.pop(next(known, (device, tensor_parallel, tuple(ranks))), (None, []))
         if mesh is None:
             lasting = [
                 LastingGroup(f"{name} {line}, {device}", line.index(self.view.rank), len(line))

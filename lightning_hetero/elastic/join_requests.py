@@ -17,6 +17,7 @@ message             from            means
 """
 
 import json
+import math
 import os
 import secrets
 import threading
@@ -29,6 +30,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import torch.distributed as dist
+from lightning_utilities.core.rank_zero import rank_zero_info
 
 from lightning_hetero.comm.threads import THREADS, Background, close_at_exit
 from lightning_hetero.comm.transport import MessageLink, MessageTransport
@@ -59,6 +61,20 @@ class Admission(NamedTuple):
     store: Sequence[Any]
 
 
+class Seat(NamedTuple):
+    """The place of a process among those that its launcher has started on the same node.
+
+    Attributes:
+        node: names the node.
+        place: of the process in it, from 0.
+        ranks: of the node.
+    """
+
+    node: str
+    place: int
+    ranks: int
+
+
 class JobGoneError(CommunicationError):
     """Nobody answers at the address of a job: it has ended, or its first rank is another one now."""
 
@@ -75,13 +91,18 @@ class JoinRequests:
     Args:
         interface: address of this machine on the network of the job.
         incompatibility: says why a process with other terms cannot take part; ``None`` if it can.
+        limit: seconds in which all ranks of a node must come, where nodes are let in as a whole.
 
     Attributes:
         address: where to ask: host, port and secret.
+        whole_nodes: whether processes are let in with all ranks of their node, or not at all.
     """
 
-    def __init__(self, interface: str, incompatibility: Callable[[Mapping[str, Any]], str | None]) -> None:
-        self._incompatibility, secret = incompatibility, secrets.token_hex(16)
+    def __init__(
+        self, interface: str, incompatibility: Callable[[Mapping[str, Any]], str | None], limit: float = math.inf
+    ) -> None:
+        self._incompatibility, self._limit, secret = incompatibility, limit, secrets.token_hex(16)
+        self.whole_nodes = False
         self._transport = MessageTransport(0, secret, interface)
         self._transport.addresses = None  # whoever knows the secret
         self.address = [*not_none(self._transport.address, "where this rank listens"), secret]
@@ -89,6 +110,7 @@ class JoinRequests:
         self._changed = threading.Condition()  # guards all that follows
         self._links: dict[int, MessageLink] = {}  # of those that have asked, by the numbers of their requests
         self._heard: dict[int, float] = {}  # of those that wait: when they were last heard
+        self._asked: dict[int, tuple[Seat, float]] = {}  # of those that have asked: where they are, and when it was
         self._ready: set[int] = set()  # of those that were asked to come
         self._unsent: deque[tuple[int, dict[str, Any]]] = deque()
         self._closed = False
@@ -98,8 +120,31 @@ class JoinRequests:
 
     @property
     def waiting(self) -> int:
-        """Number of processes that wait to be admitted."""
-        return len(self._heard)
+        """Number of processes that wait to be admitted, and can be."""
+        return len(self._complete(list(self._heard)))
+
+    def _complete(self, requests: Sequence[int]) -> list[int]:
+        """Those of some requests that can be admitted together, in the order of their future ranks."""
+        if not self.whole_nodes:
+            return list(requests)
+        nodes: dict[str, dict[int, int]] = {}
+        for k in requests:
+            nodes.setdefault(self._asked[k][0].node, {})[self._asked[k][0].place] = k
+        whole = [node for node in nodes.values() if len(node) == self._asked[next(iter(node.values()))][0].ranks]
+        return [k for node in whole for _, k in sorted(node.items())]
+
+    def _refuse_late(self, now: float) -> None:
+        """Refuse those that have waited for the other ranks of their node until the limit."""
+        for k in {*self._heard}.difference(self._complete(list(self._heard))):
+            seat, since = self._asked[k]
+            if now - since > self._limit:
+                del self._heard[k]
+                why = (
+                    f"the model is sharded, so that a replica joins with all of its {seat.ranks} ranks, and the others "
+                    f"have not come within {self._limit:g} s (the strategy's `timeout`). Start all of them again."
+                )
+                self._answer([k], refused=why)
+                rank_zero_info(f"A rank of {seat.node} was refused: {why} Training goes on without it.")
 
     def _serve(self) -> None:
         beaten = 0.0
@@ -111,6 +156,7 @@ class JoinRequests:
                     self._take_in(what, link, message, now)
                 for k in [k for k, heard in self._heard.items() if now - heard > _GONE]:
                     del self._heard[k]
+                self._refuse_late(now)
                 if now - beaten >= _BEAT:
                     beaten = now
                     self._unsent.extend((k, {"beat": True}) for k in self._links)
@@ -129,6 +175,7 @@ class JoinRequests:
             self._requests += 1
             k = self._requests
             self._links[k] = link
+            self._asked[k] = Seat(*message["compatibility"].get("seat", ("", k, 1))), now
             if (why := self._incompatibility(message["compatibility"])) is None:
                 self._heard[k] = now
             else:
@@ -152,10 +199,10 @@ class JoinRequests:
             Those that are still there, by the numbers of their requests.
         """
         with self._changed:
-            asked = list(self._heard)[:most]
+            asked = self._complete(self._complete(list(self._heard))[:most])
             self._answer(asked, come=True)
             self._changed.wait_for(lambda: self._ready.issuperset(self._links.keys() & set(asked)), _READY)
-            here = [k for k in asked if k in self._ready and k in self._links]
+            here = self._complete([k for k in asked if k in self._ready and k in self._links])
             for k in asked:
                 self._heard.pop(k, None)
             self._answer([k for k in asked if k not in here], again=True)

@@ -50,14 +50,21 @@ def in_shards(parameter: Any, value: Tensor) -> Tensor:
     return type(parameter.data).from_local(value, parameter.device_mesh, parameter.placements, run_check=False, **whole)
 
 
-def wrong_mesh(data: int, tensor: int, ranks: Sequence[int]) -> HeteroError | None:
+def wrong_mesh(data: int, tensor: int, ranks: Sequence[int], former: Any = None) -> HeteroError | None:
     """The reason why the ranks of a replica do not make a mesh of these sizes, if so.
 
     Args:
         data: the option ``data_parallel_size``.
         tensor: the option ``tensor_parallel_size``.
         ranks: of the replica.
+        former: the mesh over which the model is sharded already.
     """
+    if former is not None and former.size() != len(ranks):
+        return UnsupportedError(
+            f"the model is sharded over {former.size()} ranks already, and this rank's replica is {list(ranks)}. Make "
+            "a new module; or, where processes have joined a job, start them as nodes of their own, with another "
+            "MASTER_PORT for each."
+        )
     if data * tensor == len(ranks):
         return None
     return ConfigurationError(
@@ -67,13 +74,12 @@ def wrong_mesh(data: int, tensor: int, ranks: Sequence[int]) -> HeteroError | No
     )
 
 
-def problem(module: nn.Module, mesh: Any, ranks: Sequence[int]) -> HeteroError | None:
+def problem(module: nn.Module, mesh: Any) -> HeteroError | None:
     """The reason why a model cannot be trained as it is sharded, if so.
 
     Args:
         module: after its ``configure_model``.
         mesh: the device mesh of this rank's replica; ``None``: it has none.
-        ranks: of the replica.
     """
     if (name := _fsdp1(module)) is not None:
         return UnsupportedError(
@@ -97,6 +103,7 @@ def problem(module: nn.Module, mesh: Any, ranks: Sequence[int]) -> HeteroError |
             "['data_parallel']), or on the module that holds this parameter."
         )
     shards: list[tuple[str, Any]] = [(name, p) for name, p in module.named_parameters() if is_dtensor(p)]
+    ranks = mesh.mesh.flatten().tolist()  # by the numbers that they had when it was made
     for name, p in shards:
         over = p.device_mesh.mesh.flatten().tolist()
         if p.device_mesh.ndim > 2:
@@ -106,7 +113,7 @@ def problem(module: nn.Module, mesh: Any, ranks: Sequence[int]) -> HeteroError |
             )
         if not set(over) <= set(ranks):
             return UnsupportedError(
-                f"{name!r} is sharded over ranks {over}, and this rank's replica is {list(ranks)}. In "
+                f"{name!r} is sharded over ranks {over}, and this rank's replica is {ranks}. In "
                 "`configure_model` pass mesh=self.device_mesh['data_parallel'] to fully_shard, which takes all ranks "
                 "without a mesh."
             )

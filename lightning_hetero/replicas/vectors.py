@@ -339,11 +339,19 @@ class Replica:
 
     @contextmanager
     def with_values(self, flats: Sequence[Tensor]) -> Iterator[None]:
-        """Let the model hold other values within a block: its tensors are parts of the vectors, not copies.
+        """Let the model hold other values within a block: its tensors are parts of the vectors, or copies in shards.
 
         Args:
             flats: vectors as :meth:`pack` returns them, on any device, of any floating dtype.
         """
+        if is_sharded(self._module):  # the tensors of the groups are views of its own
+            before = self.pack()
+            try:
+                self.unpack(flats)
+                yield
+            finally:
+                self.unpack(before)
+            return
         if self._settle is not None:
             self._settle()
         own = [value.data for group in self._groups for value in group]

@@ -32,7 +32,7 @@ from lightning_hetero.comm.topology import Topology
 from lightning_hetero.errors import DisagreementError, UnsupportedError
 from lightning_hetero.launch.environment import RaggedEnvironment, check_process_group
 from lightning_hetero.launch.observer import ObservedLauncher, ReturningLauncher
-from lightning_hetero.replicas import sharding
+from lightning_hetero.replicas import optimizer_states, sharding
 from lightning_hetero.replicas.sharding import is_sharded
 from lightning_hetero.strategies import capacity, saving
 from lightning_hetero.strategies.default_groups import beyond
@@ -178,7 +178,7 @@ class HeteroStrategy(JobStrategy):
             raise_on_all(capacity.problem(self.options, trainer), "the search for the largest batches")
         module = trainer.lightning_module
         check_model(module)
-        problem = sharding.problem(module, module.device_mesh, self.job.view.replica.ranks)
+        problem = sharding.problem(module, module.device_mesh)
         if problem is None and trainer.state.fn == TrainerFn.FITTING and is_sharded(module):
             problem = unshardable(trainer.callbacks)  # type: ignore[attr-defined]
         raise_on_all(problem, "the model's shards")
@@ -473,6 +473,8 @@ class HeteroStrategy(JobStrategy):
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         if not is_sharded(self.lightning_module):
             return super().optimizer_state(optimizer)
+        if saving.others_join(self.checkpoint_io):
+            return optimizer_states.of_rank(optimizer)
         return directory.optimizer_state(self.module, optimizer)
 
     @override
@@ -493,7 +495,8 @@ class HeteroStrategy(JobStrategy):
         if directory.SHARDS in checkpoint or is_sharded(self.lightning_module):
             self._materialize()
             with saving.raise_on_all_ranks(alone=False, doing="resume"):
-                directory.load_model(checkpoint, self.module, strict)
+                load = directory.load_model if self.ticket is None else directory.load_shards
+                load(checkpoint, self.module, strict)
         else:
             super().load_model_state_dict(checkpoint, strict)
 
@@ -501,8 +504,9 @@ class HeteroStrategy(JobStrategy):
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         if directory.SHARDS in checkpoint or is_sharded(self.lightning_module):
             restore_trainable(self.module, trainable_in(checkpoint))  # optimizers have state of these alone
-            with saving.raise_on_all_ranks(alone=False, doing="resume"):
-                directory.load_optimizers(checkpoint, self.module, self.optimizers)
+            if self.ticket is None:  # else its shards are restored with the replicas
+                with saving.raise_on_all_ranks(alone=False, doing="resume"):
+                    directory.load_optimizers(checkpoint, self.module, self.optimizers)
         else:
             super().load_optimizer_state_dict(checkpoint)
         self._rank_state.load(checkpoint)

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import timedelta
 from itertools import count
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -197,6 +198,12 @@ class JobStrategy(DDPStrategy):
         return interface_towards(self.environment.main_address)
 
     @property
+    def launch(self) -> str:
+        """Name of the launcher's job in which this process was started."""
+        cluster = launched(self.environment)
+        return f"{cluster.main_address}:{cluster.main_port}"
+
+    @property
     def survives(self) -> bool:
         """Whether a fit goes on when ranks are lost."""
         return self.options.on_peer_loss == "continue"
@@ -261,12 +268,11 @@ class JobStrategy(DDPStrategy):
         place = place_of(self.root_device, hostname(), self.node_rank, self.local_rank)
         follows = None
         if ticket is not None:
-            cluster = launched(self.environment)  # each launcher counts its nodes from 0
-            follows = ViewSuccession(
-                ticket.admission.view, f"{cluster.main_address}:{cluster.main_port}", ticket.replica
-            )
+            follows = ViewSuccession(ticket.admission.view, self.launch, ticket.replica)
         agreed = {"strategy": type(self).__name__, **options.agreed(), **self.algorithm_options()}
         job = Job.join(place, options.ranks_per_node, self.replicas, agreed, options.limit, follows)
+        if ticket is not None and is_sharded(self.lightning_module):
+            job.view = replace(job.view, ranks_leave=False)  # also where one replica remains
         for device, ranks in job.view.topology.shared_devices().items():
             rank_zero_warn(
                 f"Ranks {ranks} share {device}: each takes its own memory of it, they slow each other down, and NCCL "
@@ -338,7 +344,7 @@ class JobStrategy(DDPStrategy):
         if self.accumulates_locally:  # each is weighted for a mean over the former ranks
             scale_gradients(self.module, len(job.view.replica.ranks) / len(before.view.replica.ranks))
         if is_sharded(self.module):
-            self.job.device_mesh(self.options.tensor_parallel, former=before.view.replica.ranks)
+            self.job.device_mesh(self.options.tensor_parallel, former=self.module.device_mesh)
             self.configure_ddp()
         self.wrap_in_view()  # first: a replica shares its buffers by its DDP
         self.engine.continue_after_loss(missed, self.fit_info())
@@ -439,9 +445,10 @@ class JobStrategy(DDPStrategy):
         ranks, options, mesh = self.job.view.replica.ranks, self.options, None
         tensor = self.options.tensor_parallel
         data = max(len(ranks) // tensor, 1) if options.data_parallel_size == "auto" else options.data_parallel_size
-        raise_on_all(wrong_mesh(data, tensor, ranks), "the sizes of the device mesh")
+        former = module.device_mesh if is_sharded(module) else None
+        raise_on_all(wrong_mesh(data, tensor, ranks, former), "the sizes of the device mesh")
         if is_overridden("configure_model", module):
-            mesh = self.job.device_mesh(tensor)
+            mesh = self.job.device_mesh(tensor, former)
         lightning_compat.lend_mesh(module, mesh)
 
     def connect_shards(self) -> None:

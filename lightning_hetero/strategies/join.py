@@ -27,7 +27,7 @@ from lightning_hetero.comm.failures import deadline, is_communication_error
 from lightning_hetero.comm.groups import begin_world, default_store
 from lightning_hetero.comm.job import open_store
 from lightning_hetero.comm.stores import store_at
-from lightning_hetero.comm.topology import consecutive
+from lightning_hetero.comm.topology import Place, Topology, consecutive
 from lightning_hetero.elastic.join_requests import (
     AddressFile,
     Admission,
@@ -35,12 +35,22 @@ from lightning_hetero.elastic.join_requests import (
     JobGoneError,
     JoinRequests,
     LauncherStore,
+    Seat,
     is_other_job,
     job_answers,
     request_to_join,
 )
 from lightning_hetero.elastic.protocol import AgreedView
-from lightning_hetero.errors import CommunicationError, HeteroError, JoinRefusedError, UnsupportedError, not_none
+from lightning_hetero.errors import (
+    CommunicationError,
+    ConfigurationError,
+    HeteroError,
+    JoinRefusedError,
+    UnsupportedError,
+    not_none,
+)
+from lightning_hetero.launch.environment import hostname
+from lightning_hetero.replicas.sharding import is_dtensor, is_sharded
 from lightning_hetero.replicas.vectors import broadcast_tensors
 from lightning_hetero.strategies import saving
 from lightning_hetero.strategies.job import JobStrategy
@@ -264,9 +274,12 @@ class ElasticJoin(Newcomers):
         options = {"strategy": type(strategy).__name__, **strategy.options.agreed(), **strategy.algorithm_options()}
         known = not is_overridden("configure_model", module)  # else there may be no parameters yet
         model = [[name, list(p.shape), str(p.dtype)] for name, p in module.named_parameters()] if known else None
+        node = f"node {strategy.node_rank} of {strategy.launch} on {hostname()}"
+        seat = Seat(node, strategy.local_rank, len(strategy.parallel_devices or ()))
         return json.loads(
             json.dumps(
                 {
+                    "seat": seat,
                     "version": __version__,
                     "options": {name: repr(value) for name, value in options.items()},
                     "settings": {name: repr(value) for name, value in settings(module.trainer).items()},
@@ -316,8 +329,10 @@ class ElasticJoin(Newcomers):
         if strategy.ticket is None:
             return
         loaded, module = strategy.ticket.files.loaded, strategy.module
-        values = (*module.named_parameters(), *module.named_buffers())
-        broadcast_tensors(value.data for name, value in values if name not in loaded)
+        lacks = [v for name, v in (*module.named_parameters(), *module.named_buffers()) if name not in loaded]
+        if any(map(is_dtensor, lacks)):
+            strategy.share_shards()
+        broadcast_tensors(value.data for value in lacks if not is_dtensor(value))
 
     def entered(self) -> MembershipChange | None:
         """Training begins: from now on files are files again; returns the change, if this rank has entered."""
@@ -371,17 +386,38 @@ class ElasticJoin(Newcomers):
         self._first_store = self._first_store or default_store()
         if strategy.job.view.rank != 0:
             return
-        self._unjoinable = unjoinable(strategy.accounting.loaders.sources(), strategy.module)
+        view, sources = strategy.job.view, strategy.accounting.loaders.sources()
+        self._unjoinable = unjoinable(view, strategy.options, sources, strategy.module)
         if self._requests is None:
-            self._requests = JoinRequests(strategy.interface, self._refused)
+            self._requests = JoinRequests(strategy.interface, self._refused, strategy.options.limit.total_seconds())
             self._claim()
+        self._requests.whole_nodes = is_sharded(strategy.module) and len(view.replica.ranks) > 1
         self._written = self._written or self.addresses()
         for place in self._written:
             place.write(self._requests.address)
 
     def _refused(self, other: Mapping[str, Any]) -> str | None:
         """The reason why a process with these terms cannot take part; ``None`` if it can."""
-        return self._unjoinable or incompatibility(self.compatibility(), other)
+        return (
+            self._unjoinable or incompatibility(self.compatibility(), other) or self._other_size(Seat(*other["seat"]))
+        )
+
+    def _other_size(self, seat: Seat) -> str | None:
+        """The reason why the ranks of a node do not make replicas of the size of those of a sharded job, if so."""
+        strategy, size = self._strategy, len(self._strategy.job.view.replica.ranks)
+        if not is_sharded(strategy.module):
+            return None
+        try:
+            nodes = consecutive(seat.ranks, strategy.options.ranks_per_node or seat.ranks)
+            places = (Place("", 0, 0, ""),) * seat.ranks
+            if {len(ranks) for ranks in strategy.replicas(Topology(0, places, nodes))} == {size}:
+                return None
+        except ConfigurationError:
+            pass
+        return (
+            f"the model is sharded, and each replica of the job has {size} rank(s); {seat.ranks} rank(s) of one node "
+            f"do not make such replicas. Start {size} on the node (devices={size})."
+        )
 
     def _claim(self) -> None:
         """See that no other job has begun under the same file at the same time."""
@@ -440,7 +476,9 @@ class ElasticJoin(Newcomers):
             return
         world = view.world + more
         rank_zero_info(f"{more} rank(s) join after step {trainer.global_step}: the fit goes on with {world} ranks.")
-        files = MemoryCheckpointIO(PATH, strategy.checkpoint_io, saving.kept_by_each(strategy.precision_plugin))
+        sources = view.ranks[0] if is_sharded(strategy.module) else (0,)
+        kept = saving.kept_by_each(strategy.precision_plugin)
+        files = MemoryCheckpointIO(PATH, strategy.checkpoint_io, kept, sources)
         strategy.checkpoint_io = files
         admission = Admission(view.number + 1, view.rank, world, view.world, address)
         self._leaving = JoinTicket(admission, files, view.replica.id, began)

@@ -286,7 +286,7 @@ class ReplicaStrategy(HeteroStrategy):
         if saving.others_join(self.checkpoint_io):
             checkpoint[COMMON] = self.recovery.retry(lambda: self.engine.shared_state())
             view = self.engine.view
-            add_replicas(checkpoint, self._identity(), view, "", self.engine.losses)
+            add_replicas(checkpoint, self._identity(), view, "", self.engine.losses, self.columns is not None)
             self.weight_averages.save(checkpoint)
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return

@@ -217,7 +217,8 @@ class RankState:
                     random_states.put(checkpoint, [random for random, _ in everyone])
                     loader_states.put(checkpoint, [loaders for _, loaders in everyone], strategy.accounting.ended)
         with raise_on_all_ranks(alone):
-            writes = strategy.is_global_zero and not is_sharded(strategy.lightning_module)
+            whole = not is_sharded(strategy.lightning_module) or others_join(strategy.checkpoint_io)
+            writes = strategy.is_global_zero and whole
             yield on_cpu(strategy.checkpoint_io, checkpoint) if writes else checkpoint
         strategy.timer.restart()  # it is no part of a step's time
 

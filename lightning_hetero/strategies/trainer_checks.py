@@ -322,7 +322,7 @@ def unsurvivable(
             "keep use_distributed_sampler=True: this package then splits the samples, and splits them again when a "
             "rank is lost."
         )
-    if options.join_file is not None and (problem := unjoinable(sources, module)) is not None:
+    if options.join_file is not None and (problem := unjoinable(view, options, sources, module)) is not None:
         return UnsupportedError(f"join_file={options.join_file!r}, but nobody could join this fit: {problem}")
     names = [type(callback).__name__ for callback in callbacks if averages_weights(callback)]
     if names and view.count > 1:
@@ -345,7 +345,7 @@ def unsurvivable(
 
 def _shards_need_all(view: View) -> str | None:
     """The reason why a sharded model cannot go on without a rank, if so."""
-    if view.count == 1:
+    if view.count == 1 and view.ranks_leave:
         return (
             "the shards of a lost rank are lost, and there is no other replica. Use a strategy with several replicas, "
             "such as hetero_diloco; or on_peer_loss='error' with checkpoints to start again from."
@@ -355,17 +355,21 @@ def _shards_need_all(view: View) -> str | None:
     return None
 
 
-def unjoinable(sources: Sequence[Any], module: torch.nn.Module) -> str | None:
+def unjoinable(view: View, options: Options, sources: Sequence[Any], module: torch.nn.Module) -> str | None:
     """The reason why no process could join a fit, and what to do; ``None`` if one can.
 
     Args:
+        view: who takes part.
+        options: of the strategy.
         sources: of the training data.
         module: the model.
     """
-    if is_sharded(module):
+    sizes = options.ranks_per_node
+    if is_sharded(module) and (len({len(ranks) for ranks in view.ranks}) > 1 or isinstance(sizes, Sequence)):
         return (
-            "the model is sharded, and nobody can join such a job yet. Let the job end, and start all its processes "
-            "again from a checkpoint."
+            "the model is sharded, and a replica that joins must be of the size of all others. Give all replicas the "
+            f"same number of ranks, and ranks_per_node as one number; here it is {sizes}, and replicas have "
+            f"{[len(ranks) for ranks in view.ranks]} ranks."
         )
     if not any(isinstance(source, Stream) for source in sources):
         return None

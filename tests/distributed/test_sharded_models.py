@@ -221,6 +221,26 @@ def test_a_whole_checkpoint_goes_on_in_shards(tmp_path: Any) -> None:
     assert distance(ours[0], theirs[0]) < 1e-10
 
 
+@pytest.mark.parametrize("full", [False, True], ids=["directory", "file"])
+def test_the_consensus_is_saved_between_exchanges(full: bool, tmp_path: Any) -> None:
+    """Where replicas differ, as at step 7: it is that of a job with whole replicas."""
+    begun = []
+    for shards in (True, False):
+        path, options = str(tmp_path / f"{shards}.ckpt"), {**SYNCHRONOUS["hetero_diloco"], "ranks_per_node": [2, 1]}
+        run(
+            saved,
+            3,
+            "hetero_diloco",
+            path,
+            shards=shards,
+            balance="off",
+            save_distributed_checkpoint=not full,
+            **options,
+        )
+        begun += run(resumed, 1, path, "hetero_ddp", [1], shards=False)
+    assert distance(begun[0][:4], begun[1][:4]) < 1e-10
+
+
 def consensus_elsewhere(path: str) -> list[torch.Tensor]:
     """The weights that Lightning's own strategy reads from a directory."""
     module = ShardedNet("adamw")
@@ -552,8 +572,8 @@ REFUSED: dict[str, tuple[str, type[Any], dict[str, Any], str]] = {
     "join": (
         "hetero_node",
         ShardedNet,
-        {"on_peer_loss": "continue", "join_file": "no such file", "ranks_per_node": 1},
-        "nobody could join this fit: the model is sharded, and nobody can join such a job yet",
+        {"on_peer_loss": "continue", "join_file": "no such file", "ranks_per_node": [1, 1, 1]},
+        "nobody could join this fit: the model is sharded, and a replica that joins must be of the size of all others",
     ),
 }
 

@@ -75,6 +75,32 @@ def test_places_follow_those_that_are_there(requests: JoinRequests) -> None:
     ]
 
 
+def test_nodes_come_in_as_a_whole_in_the_order_of_their_ranks(requests: JoinRequests) -> None:
+    requests.whole_nodes, seats = True, [("b", 1, 2), ("a", 1, 2), ("c", 0, 1), ("b", 0, 2)]
+    others = {seat[:2]: Asks(requests.address, {"seat": seat}) for seat in seats}
+    for number, other in enumerate(others.values(), start=1):
+        other.start()
+        _until(lambda number=number: requests._requests == number)
+    _until(lambda: requests.waiting == 3)
+    assert requests.invite(2) == [4, 1]  # the other rank of "a" has not come
+    requests.admit([4, 1], view=1, before=2, store=["host", 1])
+    for place in (0, 1):
+        others["b", place].join(20)
+        assert others["b", place].outcome == Admission(1, 2 + place, 4, 2, ["host", 1])
+    assert requests.waiting == 1
+
+
+def test_who_waits_for_the_rest_of_its_node_is_refused_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+    monkeypatch.setattr(join_requests, "rank_zero_info", told.append)
+    requests = JoinRequests("127.0.0.1", lambda _: None, limit=0.5)
+    requests.whole_nodes = True
+    with pytest.raises(JoinRefusedError, match=r"joins with all of its 2 ranks.*within 0.5 s"):
+        request_to_join(requests.address, {"seat": ("a", 0, 2)}, LIMIT, lambda: None)
+    requests.close()
+    assert "A rank of a was refused" in told[0]
+
+
 def test_where_the_job_goes_on_without_its_first_rank_those_that_wait_ask_the_next_one(requests: JoinRequests) -> None:
     other = Asks(requests.address)
     other.start()
