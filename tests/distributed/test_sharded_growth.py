@@ -17,7 +17,7 @@ from test_sharded_models import STRATEGIES, SYNCHRONOUS, ShardedNet, distance, w
 from torch.utils.data import DataLoader
 
 from lightning_hetero.elastic import join_requests
-from lightning_hetero.errors import JoinRefusedError
+from lightning_hetero.errors import CommunicationError, JoinRefusedError
 from lightning_hetero.strategies import signals
 
 JOINS_AT = 5
@@ -175,7 +175,8 @@ def test_a_replica_joins_after_a_loss_or_dies_on_its_way(case: str, name: str, t
     assert distance(ours[0][0], theirs[0][0]) < 1e-10
     if dies:
         assert any("2 rank(s) could not join, and the fit goes on without" in text for text in ours[0][2])
-        assert isinstance(jobs[0][-2].error, JoinRefusedError), jobs[0][-2].trace
+        # The other one asks again, alone: it is refused, or the job has ended meanwhile.
+        assert isinstance(jobs[0][-2].error, JoinRefusedError | CommunicationError), jobs[0][-2].trace
 
 
 class WaitsForFile(pl.Callback):
