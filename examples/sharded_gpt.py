@@ -139,6 +139,9 @@ def main():
     parser.add_argument("--layers", **whole, default=4, help="of the model (%(default)s)")
     parser.add_argument("--lr", type=float, default=2e-3, metavar="X", help="learning rate (%(default)s)")
     parser.add_argument("--resume", type=Path, metavar="PATH", help="checkpoint to go on from")
+    parser.add_argument(
+        "--join-file", type=Path, metavar="PATH", help="go on without lost replicas, and let others join"
+    )
     parser.add_argument("--out", type=Path, default=Path("sharded"), help="folder for checkpoints (%(default)s)")
     options = parser.parse_args()
 
@@ -147,10 +150,12 @@ def main():
     launched = "LOCAL_WORLD_SIZE" in os.environ  # by torchrun
     devices = int(os.environ["LOCAL_WORLD_SIZE"]) if launched else sum(options.ranks_per_node or [1])
     keep = ModelCheckpoint(options.out, filename="{step}", every_n_train_steps=options.save_every, save_top_k=-1)
+    nodes = options.ranks_per_node and (
+        options.ranks_per_node if len(set(options.ranks_per_node)) > 1 else options.ranks_per_node[0]
+    )
+    elastic = {"on_peer_loss": "continue", "join_file": options.join_file} if options.join_file else {}
     trainer = Trainer(
-        strategy=DiLoCoStrategy(
-            tau=options.tau, replica="node", wire=options.wire, ranks_per_node=options.ranks_per_node
-        ),
+        strategy=DiLoCoStrategy(tau=options.tau, replica="node", wire=options.wire, ranks_per_node=nodes, **elastic),
         accelerator=options.accelerator,
         devices=devices,
         num_nodes=int(os.environ.get("GROUP_WORLD_SIZE", "1")),
@@ -163,11 +168,12 @@ def main():
     )
     model = GPT(options.context, options.width, options.layers, options.lr)
     text = Text(options.context, options.batch_size)
-    [before] = trainer.validate(model, text, ckpt_path=options.resume, verbose=False)
+    before = None if elastic else trainer.validate(model, text, ckpt_path=options.resume, verbose=False)[0]["bits"]
     trainer.fit(model, text, ckpt_path=options.resume)
     [after] = trainer.validate(model, text, verbose=False)
     if trainer.is_global_zero:
-        print(f"bits per character: {before['bits']:.2f} before, {after['bits']:.2f} after (guessing: 6.61)")
+        began = "" if before is None else f"{before:.2f} before, "
+        print(f"bits per character: {began}{after['bits']:.2f} after (guessing: 6.61)")
         print(f"checkpoint: {keep.best_model_path}, a directory of {len(os.listdir(keep.best_model_path))} files")
 
 
