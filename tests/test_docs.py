@@ -45,7 +45,10 @@ ON_RANKS = "runs on 2 ranks"
 OWN = {"train.py"}  # scripts of the reader's
 OF_LIGHTNING_CLI = {"fit", "validate", "test", "predict"}
 #: Programs of the system, with options that this test does not know.
-OTHERS = "cat|cd|hostname|kill|kubectl|ls|pre-commit|ray|ruff|sbatch|scancel|scp|scontrol|squeue|srun|ssh|tail"
+OTHERS = (
+    "apt|cat|cd|chmod|hostname|ip|kill|kubectl|ls|pre-commit|ray|ruff|sbatch|scancel|scp|scontrol|squeue|srun|ssh|"
+    "sysctl|tail|wg|wg-quick"
+)
 
 PYTHON = [block for block in blocks("python") if not block.remark.startswith(("not run", ON_RANKS))]
 COMMANDS = [
