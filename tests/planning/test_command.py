@@ -33,10 +33,17 @@ def printed(arguments, capsys):
         ("10 Gbit/s", 1.25e9),
         (".5gbit", 62.5e6),
         ("3.Mbytes", 3e6),
+        ("1Gbps", 125e6),
+        ("50Mbit/s", 6.25e6),
     ],
 )
 def test_rates(text, rate):
     assert bytes_per_second(text) == rate
+
+
+@pytest.mark.parametrize("text", ["1.3B", "1300M", "1.3e9", "1.3g"])
+def test_numbers_of_parameters(text, capsys):
+    assert "; 1300 million parameters; " in printed(["--params", text, "--most", "2"], capsys)
 
 
 RATE = "is no rate: write 1gbit, 200mbit or 125MB"
