@@ -248,3 +248,9 @@ def test_strategies_without_the_wire_are_named(capsys):
     text = " ".join(printed(["--wire", "bf16", "--most", "2"], capsys).split())
     assert 'In fp32, since they have no wire="bf16": hetero_diloco_async.' in text
     assert "In fp32" not in printed(["--most", "2"], capsys)
+
+
+def test_what_is_assumed_is_said_first(capsys):
+    text = " ".join(printed(["--nodes", "2", "--params", "1e6", "--most", "2"], capsys).split())
+    assert text.startswith("assumed, not given: --ranks 4, --step 0.3, --speeds 1, --batch 32, --fixed 0.1, ")
+    assert "--nodes" not in text.split(" nodes, ")[0]
