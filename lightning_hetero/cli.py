@@ -21,6 +21,10 @@ _TRAINER = {
 }
 
 
+#: As people write numbers of parameters.
+_SUFFIXES = {"K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run a command.
 
@@ -32,11 +36,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """
     given = sys.argv[1:] if arguments is None else list(arguments)
     try:
-        if given and given[0] in _TRAINER:
+        if not given:
+            _parser().print_help()
+        elif given[0] in _TRAINER:
             from lightning_hetero.config import lightning_cli
 
             lightning_cli(arguments)
-        elif given and given[0].endswith(".py"):
+        elif given[0].endswith(".py"):
             from lightning_hetero.launch.script import run_script
 
             run_script(given[0], given[1:])
@@ -135,7 +141,7 @@ def _add_plan(commands: Any) -> None:
     cluster = plan.add_argument_group("the machines", argument_default=argparse.SUPPRESS)
     cluster.add_argument("--nodes", type=_at_least_one, help="(2)")
     cluster.add_argument("--ranks", type=_at_least_one, help="of each node (4)")
-    cluster.add_argument("--params", type=_positive, help="of the model, such as 1.3e9 (25e6)")
+    cluster.add_argument("--params", type=_parameters, help="of the model, such as 350M or 1.3B (25e6)")
     cluster.add_argument("--step", type=_seconds, help="seconds of a rank of speed 1 (0.3)")
     cluster.add_argument("--speeds", type=_speeds, help="of the ranks, repeated, such as 1,1,0.5 (1)")
     cluster.add_argument("--batch", type=_at_least_one, help="samples per rank and step (32)")
@@ -167,6 +173,11 @@ def _positive(text: str, of: str = "") -> float:
     if not 0 < value < float("inf"):
         raise argparse.ArgumentTypeError(f"{text!r} must be a number{of} above 0")
     return value
+
+
+def _parameters(text: str) -> float:
+    number, unit = (text[:-1], text[-1].upper()) if text[-1:].upper() in {*_SUFFIXES} else (text, "")
+    return _positive(number) * _SUFFIXES.get(unit, 1.0)
 
 
 def _speeds(text: str) -> tuple[float, ...]:

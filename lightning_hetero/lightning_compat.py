@@ -4,6 +4,7 @@ Each was read in Lightning 2.6.6; those that differ in 2.5.2 say so. Other files
 """
 
 import copy
+import os
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -12,6 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from lightning.fabric.plugins.environments import ClusterEnvironment, LightningEnvironment
 from lightning.fabric.utilities.data import _auto_add_worker_init_fn as add_worker_init_fn
 from lightning.fabric.utilities.data import has_iterable_dataset
 from lightning.fabric.utilities.distributed import _init_dist_connection as init_dist_connection
@@ -535,6 +537,12 @@ class SignalHooks:
         """Give the Trainer its own methods back; idempotent."""
         for owner, name, _ in self._replaced:
             vars(owner).pop(name, None)
+
+
+def choose_main_port(environment: ClusterEnvironment, port: int) -> None:
+    """Let ranks that Lightning starts meet at a port, unless a variable or an earlier fit has named one."""
+    if isinstance(environment, LightningEnvironment) and "MASTER_PORT" not in os.environ:
+        environment._main_port = port if environment._main_port == -1 else environment._main_port
 
 
 def on_sigterm(trainer: "pl.Trainer", notify: Callable) -> None:

@@ -243,3 +243,10 @@ def test_the_strategies_are_listed(monkeypatch, capsys) -> None:
     text = " ".join(capsys.readouterr().out.replace("│", " ").split())
     for entry in ENTRIES:
         assert entry.name in text
+
+
+def test_without_a_command_it_prints_help(capsys: pytest.CaptureFixture) -> None:
+    main([])
+    printed = capsys.readouterr()
+    assert "doctor" in printed.out
+    assert not printed.err

@@ -31,6 +31,7 @@ from lightning_hetero.comm.groups import (
 )
 from lightning_hetero.comm.threads import Background, record_sockets
 from lightning_hetero.comm.topology import Place, Topology, discover, interface_towards
+from lightning_hetero.comm.transport import free_port
 from lightning_hetero.comm.view import View
 from lightning_hetero.errors import CommunicationError, MembershipLostError, UnsupportedError, not_none
 
@@ -298,7 +299,8 @@ def open_store(interface: str, timeout: timedelta) -> tuple[dist.Store, tuple[st
         timeout: longest wait for a value.
     """
     with record_sockets(of_all=True):
-        store = dist.TCPStore(interface, 0, is_master=True, wait_for_workers=False, timeout=timeout)
+        port = free_port(interface)
+        store = dist.TCPStore(interface, port, is_master=True, wait_for_workers=False, timeout=timeout)
     return store, (interface, store.port)
 
 
@@ -320,6 +322,10 @@ def announce_failure(exception: BaseException) -> None:
         exception.args = (f"{exception} The rank that failed first: {first}.",)
     elif first is None and places and places not in str(exception):
         exception.args = (f"{exception} {places}",)
+    if first is not None and isinstance(exception, CommunicationError):
+        # Where this rank waited explains nothing; the traceback of the one that failed does.
+        exception.__cause__ = exception.__traceback__ = None
+        exception.__suppress_context__ = True
 
 
 _LOOK = 0.5  # seconds from one look at the other processes to the next, while they join
@@ -334,12 +340,14 @@ class RendezvousAddress(NamedTuple):
         port: at which rank 0 listens.
         rank: this process.
         world: number of ranks.
+        interface: this process's address in the network of the job. Default: the one from which it reaches ``host``.
     """
 
     host: str
     port: int
     rank: int
     world: int
+    interface: str = ""
 
 
 def join_world(
@@ -412,7 +420,7 @@ def join_world(
     if not made:
         _claim_rank(address)
     with deadline("learn where failures are told"):
-        failures.watch_ranks(interface_towards(address.host), seconds)
+        failures.watch_ranks(address.interface or interface_towards(address.host), seconds)
 
 
 def _claim_rank(address: RendezvousAddress) -> None:

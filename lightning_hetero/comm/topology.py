@@ -1,6 +1,8 @@
 """Topology of a job: the node and the device of each rank."""
 
+import fcntl
 import socket
+import struct
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -191,6 +193,35 @@ def interface_towards(address: str) -> str:
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(target)
         return probe.getsockname()[0]
+
+
+_ADDRESS = 0x8915  # SIOCGIFADDR of Linux
+
+
+def address_of(interface: str) -> str:
+    """The IPv4 address of a network interface of this machine.
+
+    Args:
+        interface: its name, such as ``"eth0"``.
+
+    Raises:
+        ConfigurationError: there is no such interface, or it has no such address.
+
+    Example::
+
+        >>> address_of("lo")
+        '127.0.0.1'
+    """
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            answer = fcntl.ioctl(probe, _ADDRESS, struct.pack("40s", interface.encode()))
+        except (OSError, struct.error) as error:
+            known = ", ".join(name for _, name in socket.if_nameindex())
+            raise ConfigurationError(
+                f"interface={interface!r}: {socket.gethostname()} has no network interface of that name with "
+                f"an IPv4 address. It has {known}."
+            ) from error
+    return socket.inet_ntoa(answer[20:24])
 
 
 #: Kinds of devices that have no float64, all of them (MPS) or some (XPU).

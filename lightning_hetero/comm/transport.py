@@ -13,18 +13,67 @@ import socket
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
 from lightning_hetero.comm.threads import exclude_from_abort
-from lightning_hetero.errors import not_none
+from lightning_hetero.errors import CommunicationError, not_none
 
 HostPort = tuple[str, int]
 
 GREETING = 256  # bytes of the first line, at most
 STRANGERS = 16  # connections at a time, beside those of peers, that have not said who they are
 HURRY = 5.0  # seconds within which they must say it
+
+
+_ports: Sequence[int] = (0,)
+
+
+def listen_within(ports: Sequence[int]) -> None:
+    """Let all sockets on which this process listens from now on have one of some ports.
+
+    Args:
+        ports: to choose from; with none the system chooses.
+    """
+    global _ports
+    _ports = ports or (0,)
+
+
+def listening_socket(interface: str) -> socket.socket:
+    """A socket that listens at an address, at a port that :func:`listen_within` allows.
+
+    Args:
+        interface: address to listen on.
+
+    Raises:
+        CommunicationError: all these ports are taken.
+    """
+    for port in _ports:
+        try:
+            return socket.create_server((interface, port), backlog=256)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+    raise CommunicationError(
+        f"all ports from {_ports[0]} to {_ports[-1]} (the strategy's `ports`) are taken at {interface}. Give a longer "
+        "range, or end what listens there."
+    )
+
+
+def free_port(interface: str) -> int:
+    """A port at which another library can listen; 0, by which the system chooses, unless there is a range.
+
+    Args:
+        interface: address to listen on.
+
+    Raises:
+        CommunicationError: all these ports are taken.
+    """
+    if _ports == (0,):
+        return 0
+    with listening_socket(interface) as free:
+        return free.getsockname()[1]
 
 
 class Caller(NamedTuple):
@@ -98,7 +147,7 @@ class Listener:
         made: Callable[[socket.socket], None] = lambda connection: None,
     ) -> None:
         self.token, self.peers, self._made = token, peers, made
-        self._socket = socket.create_server((interface, 0), backlog=256)
+        self._socket = listening_socket(interface)
         self._socket.setblocking(False)
         self.address: HostPort = self._socket.getsockname()[:2]
         self._selector = selectors.DefaultSelector()

@@ -317,7 +317,7 @@ def bytes_per_second(text: str) -> float:
     """A rate such as ``1gbit``, ``200mbit`` or ``125MB``, in bytes per second.
 
     Args:
-        text: a number, then ``bit``, ``B``, ``byte`` or ``bytes``, perhaps after ``k``, ``m`` or ``g``.
+        text: a number, then ``bit``, ``bps`` (bits), ``B``, ``byte`` or ``bytes``, perhaps after ``k``, ``m`` or ``g``.
 
     Raises:
         ConfigurationError: it is none, or could be of bits as well as of bytes.
@@ -328,7 +328,7 @@ def bytes_per_second(text: str) -> float:
         >>> bytes_per_second("200mbit"), bytes_per_second("1.5 GB/s")
         (25000000.0, 1500000000.0)
     """
-    found = re.fullmatch(r"(\d+\.?\d*|\.\d+) ?([kmg]?)(bit|bits|b|byte|bytes)(?:/s)?", text.strip(), re.IGNORECASE)
+    found = re.fullmatch(r"(\d+\.?\d*|\.\d+) ?([kmg]?)(bps|bit|bits|b|byte|bytes)(?:/s)?", text.strip(), re.I)
     if found is None:
         raise ConfigurationError(f"{text!r} is no rate: write 1gbit, 200mbit or 125MB")
     number, unit, what = found.groups()
@@ -336,4 +336,4 @@ def bytes_per_second(text: str) -> float:
         raise ConfigurationError(
             f"{text!r} can be of bits or of bytes: write {number}{unit.lower()}bit or {number}{unit.upper()}B"
         )
-    return float(number) * _UNITS[unit.lower()] / (8 if what.lower().startswith("bit") else 1)
+    return float(number) * _UNITS[unit.lower()] / (8 if what.lower() in ("bps", "bit", "bits") else 1)

@@ -207,7 +207,14 @@ def run(measured: Path | None, given: Mapping[str, Any], every: int, wire: str, 
         if measured is None
         else cluster_from_file_and_options(measured, given)
     )
+    if measured is None and (assumed := [name for name in ClusterOptions._fields if name not in given]):
+        defaults = ClusterOptions()._asdict() | {"speeds": "1"}
+        Console().print("assumed, not given: " + ", ".join(f"--{name} {_short(defaults[name])}" for name in assumed))
     plan(cluster, every, wire, most if linked else None, out)
+
+
+def _short(value: Any) -> str:
+    return value if isinstance(value, str) else f"{value:g}"
 
 
 def plan(

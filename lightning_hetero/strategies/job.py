@@ -33,7 +33,8 @@ from lightning_hetero.comm.job import Job, RendezvousAddress, ViewSuccession, jo
 from lightning_hetero.comm.retry import collective
 from lightning_hetero.comm.stores import StoreUser
 from lightning_hetero.comm.threads import record_sockets
-from lightning_hetero.comm.topology import Topology, interface_towards, place_of
+from lightning_hetero.comm.topology import Topology, address_of, interface_towards, place_of
+from lightning_hetero.comm.transport import free_port, listen_within
 from lightning_hetero.comm.view import View
 from lightning_hetero.errors import MembershipLostError, UnsupportedError, not_none
 from lightning_hetero.launch.environment import RenumberedEnvironment, check_variables, hostname, local_devices
@@ -195,6 +196,8 @@ class JobStrategy(DDPStrategy):
     @property
     def interface(self) -> str:
         """This rank's address in the network of the job."""
+        if self.options.interface is not None:
+            return address_of(self.options.interface)
         return interface_towards(self.environment.main_address)
 
     @property
@@ -215,6 +218,16 @@ class JobStrategy(DDPStrategy):
             self.environment, not_none(self.parallel_devices, "the devices of this machine")
         )
         super().set_world_ranks()
+        self._choose_network()
+
+    def _choose_network(self) -> None:
+        """Set where this process listens, as the options say."""
+        listen_within(self.options.port_range)
+        if self.options.port_range:
+            lightning_compat.choose_main_port(self.environment, free_port(""))
+        if self.options.interface is not None:
+            _ = self.interface  # raises
+            os.environ |= dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), self.options.interface)
 
     def renumber(self, rank: int, world: int) -> None:
         """Let this process have another number, among other ranks than were launched with it."""
@@ -244,7 +257,11 @@ class JobStrategy(DDPStrategy):
             return
         environment = self.environment
         address = RendezvousAddress(
-            environment.main_address, environment.main_port, environment.global_rank(), environment.world_size()
+            environment.main_address,
+            environment.main_port,
+            environment.global_rank(),
+            environment.world_size(),
+            self.interface,
         )
 
         def init() -> None:

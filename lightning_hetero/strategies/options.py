@@ -129,6 +129,11 @@ class Options:
             with the same file while the job runs joins it, as one more rank. Without it, only a rank that is started
             again by the same launcher finds the job, through ``MASTER_ADDR`` and ``MASTER_PORT``, as long as the first
             rank 0 lives. Anyone who can read the file can take part.
+        interface: name of this machine's network interface towards the others, such as ``"wg0"``, for all sockets: this
+            package's, gloo's and NCCL's (it sets ``GLOO_SOCKET_IFNAME`` and ``NCCL_SOCKET_IFNAME``). It may differ
+            between machines. Default: the interface towards ``MASTER_ADDR``; gloo looks for that of the hostname.
+        ports: range in which this package listens, such as ``"29500-29540"``; also for ``MASTER_PORT``, if Lightning
+            chooses it. The system chooses the ports of gloo and NCCL: ``docs/two_machines.md`` says how to limit them.
         data_parallel_size: for a model that shards itself in ``configure_model``: size of
             ``self.device_mesh["data_parallel"]``, over which a replica shards parameters. ``"auto"``: the ranks of the
             replica, divided by ``tensor_parallel_size``.
@@ -161,6 +166,8 @@ class Options:
     min_replicas: int = 1
     grace: Literal["auto"] | float = "auto"
     join_file: str | os.PathLike[str] | None = None
+    interface: str | None = None
+    ports: str | None = None
     data_parallel_size: Literal["auto"] | int = "auto"
     tensor_parallel_size: Literal["auto"] | int = "auto"
     save_distributed_checkpoint: bool = True
@@ -252,6 +259,9 @@ class Options:
             raise ConfigurationError(
                 f"ranks_per_node={self.ranks_per_node!r}: give a size, or a list of sizes, above 0."
             )
+        if not (self.interface is None or (isinstance(self.interface, str) and self.interface)):
+            raise ConfigurationError(f"interface={self.interface!r}: give the name of a network interface.")
+        _ = self.port_range  # raises
         self._check_memory()
         self._check_loss()
         given = [x for x in (self.balance, self.min_batch_size, self.max_batch_size) if isinstance(x, list)]
@@ -314,10 +324,28 @@ class Options:
                 f"timeout={self.timeout!r}: give a finite number of seconds, or a timedelta."
             ) from None
 
+    @property
+    def port_range(self) -> range:
+        """Ports at which this package may listen; an empty range: any.
+
+        Raises:
+            ConfigurationError: ``ports`` is no range of ports.
+        """
+        if self.ports is None:
+            return range(0)
+        found = re.fullmatch(r"\s*(\d+)\s*-\s*(\d+)\s*", self.ports) if isinstance(self.ports, str) else None
+        first, last = map(int, found.groups()) if found else (0, 0)
+        if not 0 < first <= last < 2**16:
+            raise ConfigurationError(
+                f"ports={self.ports!r}: give the first and the last port, from 1 to 65535, such as '29500-29540'."
+            )
+        return range(first, last + 1)
+
     def agreed(self) -> dict[str, Any]:
         """The options that must be the same on every rank, by name."""
         values = {field.name: getattr(self, field.name) for field in fields(self)} | {"timeout": self.limit}
         del values["start_method"], values["join_file"]  # each machine may start its ranks, and see files, in its way
+        del values["interface"], values["ports"]  # networks and firewalls of machines differ
         del values["sample_cost"]  # functions cannot be compared; what they say is, once there are data
         return values
 

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_hetero.comm import topology as module
-from lightning_hetero.comm.topology import Place, Topology, consecutive, discover, place_of
+from lightning_hetero.comm.topology import Place, Topology, address_of, consecutive, discover, place_of
 from lightning_hetero.errors import ConfigurationError, HeteroError
 
 NCCL = "cuda, NCCL 2.27.5"
@@ -173,3 +173,10 @@ def test_slices_of_one_card_are_one_card(monkeypatch):
 def test_other_devices_are_known_by_kind_and_index():
     assert place_of(torch.device("cpu"), "box", 0, 1) == ("box", 0, 1, "cpu", "")
     assert place_of(torch.device("xpu", 3), "box", 0, 1) == ("box", 0, 1, "xpu:box:3", "")
+
+
+def test_the_address_of_an_interface():
+    assert address_of("lo") == "127.0.0.1"
+    for name in ("eth99", "a name that is far too long for an interface of any system"):
+        with pytest.raises(ConfigurationError, match=f"interface='{name}'.*It has .*lo"):
+            address_of(name)

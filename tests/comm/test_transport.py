@@ -11,7 +11,17 @@ from collections.abc import Iterator
 import pytest
 
 from lightning_hetero.comm import transport
-from lightning_hetero.comm.transport import GREETING, STRANGERS, Listener, MessageTransport, connect, greeting
+from lightning_hetero.comm.transport import (
+    GREETING,
+    STRANGERS,
+    Listener,
+    MessageTransport,
+    connect,
+    free_port,
+    greeting,
+    listen_within,
+)
+from lightning_hetero.errors import CommunicationError
 
 TOKEN = "0123456789abcdef"
 
@@ -173,3 +183,20 @@ def test_a_peer_that_is_not_reached(listens: bool, found: str) -> None:
         assert caller.reach(0, 0.3).what == found
         assert time.monotonic() - began < 5
         caller.close()
+
+
+def test_it_listens_within_a_range_until_all_ports_are_taken() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        listen_within(range(port, port + 2))
+        try:
+            found = Listener("127.0.0.1", TOKEN)
+            assert found.address == ("127.0.0.1", port + 1)
+            for listen in (lambda: Listener("127.0.0.1", TOKEN), lambda: free_port("127.0.0.1")):
+                with pytest.raises(CommunicationError, match=rf"all ports from {port} to {port + 1} .*`ports`"):
+                    listen()
+            found.end()
+            assert free_port("127.0.0.1") == port + 1
+        finally:
+            listen_within(())
+    assert free_port("127.0.0.1") == 0

@@ -1,6 +1,9 @@
 """What a Trainer can do with Lightning's own strategies, at the corners: copies, profilers, arguments by position."""
 
 import copy
+import os
+import socket
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -146,3 +149,33 @@ def test_dataloaders_cannot_be_set_up_outside_of_a_run() -> None:
 def test_dataloaders_cannot_be_set_up_before_the_ranks_have_met(kind: Any) -> None:
     with pytest.raises(UnsupportedError, match="no fit, validation, test or prediction is running"):
         kind(**BASE).process_dataloader(_data())
+
+
+def _listens() -> set[tuple[str, int]]:
+    """Where this process listens on IPv4, as the kernel says."""
+    mine = {os.readlink(f) for f in Path("/proc/self/fd").iterdir() if f.is_symlink()}
+    rows = [line.split() for line in Path("/proc/self/net/tcp").read_text().splitlines()[1:]]
+    found = [row[1].split(":") for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in mine]
+    return {(socket.inet_ntoa(bytes.fromhex(host)[::-1]), int(port, 16)) for host, port in found}
+
+
+class Listens(pl.Callback):
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.found = _listens()
+
+
+def _in_range(first: int) -> tuple[str, set[tuple[str, int]]]:
+    options = {"interface": "lo", "ports": f"{first}-{first + 19}", "on_peer_loss": "continue"}
+    strategy, listens = GossipAsyncStrategy(**BASE, **options), Listens()
+    _trainer(strategy, listens).fit(Net(), _data())
+    return os.environ["GLOO_SOCKET_IFNAME"], listens.found
+
+
+def test_sockets_of_this_package_are_where_the_options_say() -> None:
+    low, high = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
+    first = low - 100 if low > 2000 else high - 100  # where the system does not choose ports by itself
+    for name, found in run(_in_range, 2, first):
+        assert name == "lo"
+        ours = {where for where in found if where[1] in range(first, first + 20)}
+        assert len(ours) >= 2  # the membership, and gossip
+        assert {host for host, _ in ours} == {"127.0.0.1"}

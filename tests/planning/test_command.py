@@ -33,10 +33,17 @@ def printed(arguments, capsys):
         ("10 Gbit/s", 1.25e9),
         (".5gbit", 62.5e6),
         ("3.Mbytes", 3e6),
+        ("1Gbps", 125e6),
+        ("50Mbit/s", 6.25e6),
     ],
 )
 def test_rates(text, rate):
     assert bytes_per_second(text) == rate
+
+
+@pytest.mark.parametrize("text", ["1.3B", "1300M", "1.3e9", "1.3g"])
+def test_numbers_of_parameters(text, capsys):
+    assert "; 1300 million parameters; " in printed(["--params", text, "--most", "2"], capsys)
 
 
 RATE = "is no rate: write 1gbit, 200mbit or 125MB"
@@ -241,3 +248,9 @@ def test_strategies_without_the_wire_are_named(capsys):
     text = " ".join(printed(["--wire", "bf16", "--most", "2"], capsys).split())
     assert 'In fp32, since they have no wire="bf16": hetero_diloco_async.' in text
     assert "In fp32" not in printed(["--most", "2"], capsys)
+
+
+def test_what_is_assumed_is_said_first(capsys):
+    text = " ".join(printed(["--nodes", "2", "--params", "1e6", "--most", "2"], capsys).split())
+    assert text.startswith("assumed, not given: --ranks 4, --step 0.3, --speeds 1, --batch 32, --fixed 0.1, ")
+    assert "--nodes" not in text.split(" nodes, ")[0]

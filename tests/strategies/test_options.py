@@ -81,6 +81,7 @@ SECOND_AVERAGES: list[dict[str, Any]] = [
     {"model_averaging_period": 2},
     {"ddp_comm_state": PostLocalSGDState(None, None, 5), "ddp_comm_hook": post_localSGD_hook},
 ]
+WRONG_PORTS = ("29500", "30000-29500", "0-10", "65000-65536", "a-b", 29500, "")
 ROWS: list[tuple[Any, dict[str, Any], str]] = [
     (HeteroDDPStrategy, {"balance": [1.0, -1.0]}, "at least 0"),
     (HeteroDDPStrategy, {"balance": [1.0, float("nan")]}, "finite"),
@@ -103,6 +104,11 @@ ROWS: list[tuple[Any, dict[str, Any], str]] = [
     (HeteroDDPStrategy, {"wire": "int8", "ddp_comm_hook": print}, "wire='int8' together with ddp_comm_hook"),
     (HeteroDDPStrategy, {"wire": "int8", "within": "shm"}, "wire='int8' together with within='shm'"),
     (HeteroDDPStrategy, {"within": "memory"}, "within='memory'"),
+    (HeteroDDPStrategy, {"interface": ""}, "interface=''"),
+    *(
+        (HeteroDDPStrategy, {"ports": ports}, f"ports={ports!r}: give the first and the last port")
+        for ports in WRONG_PORTS
+    ),
     (HeteroDDPStrategy, {"data_parallel_size": 0}, "data_parallel_size=0"),
     (HeteroDDPStrategy, {"tensor_parallel_size": 1.5}, "tensor_parallel_size=1.5"),
     (
