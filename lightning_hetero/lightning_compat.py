@@ -553,3 +553,15 @@ def on_sigterm(trainer: "pl.Trainer", notify: Callable) -> None:
 def set_terminated(trainer: "pl.Trainer") -> None:
     """Let the Trainer know that it was ended by SIGTERM."""
     trainer._signal_connector.received_sigterm = True
+
+
+@contextmanager
+def module_without_values_stays(strategy: Any) -> Iterator[None]:
+    """In this block, the teardown does not move a module that is on the meta device: an error came before its values."""
+    module = strategy._lightning_module
+    if module is not None and any(parameter.is_meta for parameter in module.parameters()):
+        strategy._lightning_module = None
+    try:
+        yield
+    finally:
+        strategy._lightning_module = module

@@ -397,11 +397,8 @@ class HeteroStrategy(JobStrategy):
         if self.joined:
             self.engine.close()
             self.step.close()
-        module = self._lightning_module
-        if module is not None and any(parameter.is_meta for parameter in module.parameters()):
-            self._lightning_module = None  # an error has come before it had values, which Lightning would move
-        super().teardown()
-        self._lightning_module = module
+        with lightning_compat.module_without_values_stays(self):
+            super().teardown()
         self.group_overrides.take_back()
         device_exit.end_fit()
 
