@@ -557,7 +557,7 @@ def set_terminated(trainer: "pl.Trainer") -> None:
 
 @contextmanager
 def module_without_values_stays(strategy: Any) -> Iterator[None]:
-    """In this block, the teardown does not move a module that is on the meta device: an error came before its values."""
+    """In this block, a teardown does not move a module that is on the meta device: an error came before its values."""
     module = strategy._lightning_module
     if module is not None and any(parameter.is_meta for parameter in module.parameters()):
         strategy._lightning_module = None
