@@ -178,7 +178,7 @@ class ElasticJoin(Newcomers):
         self._written: list[JobAddress] = []
         self._leaving: JoinTicket | None = None  # how this rank is about to begin again
         self._unjoinable: str | None = None  # why nobody can join, also while a fit begins again
-        self._sharded = False  # whether the model is; not asked in a step, in which layers are gathered
+        self._sharded_size = 0  # ranks of a replica, if the model is sharded; not asked in a step, or between fits
         self._came_later = False  # whether this process has joined a job that ran
 
     # -- a process that is started later -----------------------------------------------------------
@@ -389,11 +389,11 @@ class ElasticJoin(Newcomers):
             return
         view, sources = strategy.job.view, strategy.accounting.loaders.sources()
         self._unjoinable = unjoinable(view, strategy.options, sources, strategy.module)
-        self._sharded = is_sharded(strategy.module)
+        self._sharded_size = len(view.replica.ranks) if is_sharded(strategy.module) else 0
         if self._requests is None:
             self._requests = JoinRequests(strategy.interface, self._refused, strategy.options.limit.total_seconds())
             self._claim()
-        self._requests.whole_nodes = self._sharded and len(view.replica.ranks) > 1
+        self._requests.whole_nodes = self._sharded_size > 1
         self._written = self._written or self.addresses()
         for place in self._written:
             place.write(self._requests.address)
@@ -406,8 +406,8 @@ class ElasticJoin(Newcomers):
 
     def _other_size(self, seat: Seat) -> str | None:
         """The reason why the ranks of a node do not make replicas of the size of those of a sharded job, if so."""
-        strategy, size = self._strategy, len(self._strategy.job.view.replica.ranks)
-        if not self._sharded:
+        strategy, size = self._strategy, self._sharded_size
+        if not size:
             return None
         try:
             nodes = consecutive(seat.ranks, strategy.options.ranks_per_node or seat.ranks)

@@ -207,7 +207,7 @@ def test_bytes_are_those_of_theory() -> None:
     values = sum(math.prod(size) for size in sizes)
     matrices = [size for size in sizes if len(size) == 2 and 2 * sum(size) < math.prod(size)]
     others = values - sum(math.prod(size) for size in matrices)
-    theory = [values * 1.0, values / 2, values * 0.1 * 1.5, 4 * (others + 2 * sum(map(sum, matrices)))]
+    theory = [values * 1.0, values / 2, values * 0.1 * 1.0, 4 * (others + 2 * sum(map(sum, matrices)))]
     for result in results:
         for wire, found, whole in zip(WIRES, result, theory, strict=True):
             assert 1 <= found / (4 / 3 * whole) <= 1.02, wire
