@@ -15,6 +15,13 @@ Checkpoints are directories, to which each rank writes its shards. Kill a rank, 
 The same command goes on from a checkpoint with its path::
 
     python examples/sharded_gpt.py --ranks-per-node 2 1 --out sharded --resume sharded/step=100.ckpt
+
+Replicas of equal size can be lost, and started again. Begin with two replicas, and kill a rank with ``kill -9``: its
+replica ends, and the other one goes on. The second command is a replica that joins it, on any machine that sees the
+file::
+
+    python examples/sharded_gpt.py --ranks-per-node 2 2 --steps 2000 --join-file sharded.job
+    python examples/sharded_gpt.py --ranks-per-node 2 --steps 2000 --join-file sharded.job
 """
 
 import argparse
@@ -150,9 +157,9 @@ def main():
     launched = "LOCAL_WORLD_SIZE" in os.environ  # by torchrun
     devices = int(os.environ["LOCAL_WORLD_SIZE"]) if launched else sum(options.ranks_per_node or [1])
     keep = ModelCheckpoint(options.out, filename="{step}", every_n_train_steps=options.save_every, save_top_k=-1)
-    nodes = options.ranks_per_node and (
-        options.ranks_per_node if len(set(options.ranks_per_node)) > 1 else options.ranks_per_node[0]
-    )
+    nodes = options.ranks_per_node
+    if nodes and len(set(nodes)) == 1:
+        [nodes] = set(nodes)  # each node that joins has as many
     elastic = {"on_peer_loss": "continue", "join_file": options.join_file} if options.join_file else {}
     trainer = Trainer(
         strategy=DiLoCoStrategy(tau=options.tau, replica="node", wire=options.wire, ranks_per_node=nodes, **elastic),
