@@ -84,7 +84,7 @@ def test_a_failed_training_ends_the_demo_and_its_processes() -> None:
         assert running() == []
 
 
-@pytest.mark.parametrize("arguments", [[], ["demo", "--epochs", "0"], ["demo", "--epochs", "many"], ["dem"]])
+@pytest.mark.parametrize("arguments", [["demo", "--epochs", "0"], ["demo", "--epochs", "many"], ["dem"]])
 def test_wrong_arguments(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(arguments)
