@@ -556,12 +556,13 @@ def set_terminated(trainer: "pl.Trainer") -> None:
 
 
 @contextmanager
-def module_without_values_stays(strategy: Any) -> Iterator[None]:
+def module_without_values_stays(module: torch.nn.Module | None) -> Iterator[None]:
     """In this block, a teardown does not move a module that is on the meta device: an error came before its values."""
-    module = strategy._lightning_module
-    if module is not None and any(parameter.is_meta for parameter in module.parameters()):
-        strategy._lightning_module = None
+    stays = module is not None and any(parameter.is_meta for parameter in module.parameters())
+    if module is not None and stays:
+        module.cpu = lambda: module  # type: ignore[method-assign]
     try:
         yield
     finally:
-        strategy._lightning_module = module
+        if module is not None and stays:
+            del module.cpu

@@ -2,6 +2,7 @@
 
 import math
 import time
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -25,7 +26,7 @@ from lightning_hetero.errors import ConfigurationError, NotFiniteError
 Views = Callable[[Sequence[Tensor]], tuple[list[Tensor], list[Tensor]]]
 
 
-class OuterRule(CenterRule):
+class OuterRule(CenterRule, ABC):
     """Rule of an outer step: what a replica's steps since it came to the center, an arrival, do to the center.
 
     Buffers move towards those of the arrival by its weight: so a variance stays above 0, which sums of differences from
@@ -74,6 +75,7 @@ class OuterRule(CenterRule):
         for start, momentum in zip(self._views(values[:-1])[0], momenta, strict=True):
             self.look_ahead(start, momentum)
 
+    @abstractmethod
     def step(self, c: Tensor, d: Tensor, m: Tensor, s: Tensor, weight: float, last: bool) -> None:
         """Move a parameter of the center.
 
@@ -85,7 +87,6 @@ class OuterRule(CenterRule):
             weight: of the arrival; those of N replicas add up to 1.
             last: whether N replicas have arrived since the last one of N had.
         """
-        raise NotImplementedError
 
     def look_ahead(self, start: Tensor, m: Tensor) -> None:
         """Move the values that a replica goes on from."""

@@ -397,7 +397,7 @@ class HeteroStrategy(JobStrategy):
         if self.joined:
             self.engine.close()
             self.step.close()
-        with lightning_compat.module_without_values_stays(self):
+        with lightning_compat.module_without_values_stays(self.lightning_module):
             super().teardown()
         self.group_overrides.take_back()
         device_exit.end_fit()

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from center_tasks import STRATEGIES
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
 from torch.optim import SGD
@@ -20,6 +21,7 @@ from lightning_hetero import (
     GossipStrategy,
     HeteroDDPStrategy,
     NoLoCoStrategy,
+    lightning_compat,
 )
 from lightning_hetero.callbacks import ResumableCheckpoint
 from lightning_hetero.errors import ConfigurationError
@@ -237,3 +239,13 @@ def test_options_that_cannot_work(kind: Any, options: dict[str, Any], words: str
         kind(**options)
     assert words in str(raised.value)
     assert isinstance(raised.value, ValueError)
+
+
+def test_a_module_without_values_is_not_moved() -> None:
+    module = torch.nn.Linear(2, 2, device="meta")
+    with pytest.raises(NotImplementedError):
+        module.cpu()
+    with lightning_compat.module_without_values_stays(module):
+        assert module.cpu() is module
+    with pytest.raises(NotImplementedError):
+        module.cpu()
