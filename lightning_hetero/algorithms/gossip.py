@@ -422,7 +422,7 @@ class FirstComeAverager(PairAverager):
             others = [peer for peer in range(self.links.count) if peer != self.links.index]
             self.offer(context, others, ANY)
         if self._transport is not None:
-            for peer, count in self._transport.misses.items():
+            for peer, count in list(self._transport.misses.items()):  # other threads add to it
                 while self.missed[peer] < count:
                     self.miss(peer)
 
