@@ -102,6 +102,9 @@ class Options:
         sample_cost: what each sample costs: a function of its index, or one number for each; for a ``SharedStream`` a
             function of the sample. It is asked where neither the dataset (``sample_costs``, ``sample_cost(index)``,
             ``lengths``) nor the module (``sample_cost(index)``) tells. Default: samples are counted.
+        whole_batches: keep each batch of your own batch sampler whole, such as one of about so many tokens: a fast rank
+            takes several of them per step, each in a pass of its own, a slow one fewer. A number: so many per step of
+            all ranks together; ``True``: as many as ranks. Default: they are put together, and cut by speed.
         rebalance_every_n_steps: how often (in batches) the ranks exchange their measured speeds.
         on_nan: what to do about a loss or gradient that is not finite on some rank, before the optimizer steps:
             ``"error"`` raises on every rank and names it; ``"skip"`` leaves the samples of a rank with such a loss out
@@ -156,6 +159,7 @@ class Options:
     balance_iterable: bool = False
     cost: Rule = "additive"
     sample_cost: Callable[[Any], float] | list[float] | None = None
+    whole_batches: bool | int = False
     rebalance_every_n_steps: int = 4
     on_nan: OnNaN = "error"
     ranks_per_node: int | list[int] | None = None
@@ -218,6 +222,14 @@ class Options:
         if self.sample_cost is not None and self.cost == "samples":
             raise ConfigurationError(
                 "cost='samples' counts samples, but sample_cost says what they cost. Remove one of the two."
+            )
+        if not isinstance(self.whole_batches, bool):
+            at_least_one("whole_batches", self.whole_batches, ", or True, or False")
+        sizes = [name for name in ("global", "min", "max") if getattr(self, f"{name}_batch_size", None) is not None]
+        if self.whole_batches and sizes:
+            raise ConfigurationError(
+                f"whole_batches={self.whole_batches} with {', '.join(f'{name}_batch_size' for name in sizes)}: batches "
+                "that stay whole are as large as your batch sampler makes them. Remove one of the two."
             )
         one_of("balance_iterable", self.balance_iterable, (True, False))
         if self.balance_iterable and self.balance != "auto":
