@@ -459,7 +459,7 @@ class Planner:
         return sum(self.plans[-1].high) < samples
 
     def cost_of_part(self, rank: int, cost: Cost | Curve) -> Cost | Curve | Stepwise:
-        """What a rank's part of a full batch costs, however many passes it takes.
+        """Cost of a rank's part of a full batch, however many passes it takes.
 
         Args:
             rank: which.

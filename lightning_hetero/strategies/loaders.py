@@ -315,7 +315,11 @@ class Loaders:
         return self.evaluation(loader, name)
 
     def training(self, loader: object, sharded_by_user: bool, module: "pl.LightningModule") -> object:
-        """Make a training loader yield this rank's share (collective)."""
+        """Make a training loader yield this rank's share (collective).
+
+        Raises:
+            UnsupportedError: on every rank, if batches are to stay whole, and there are none or no passes.
+        """
         problem: HeteroError | None = None
         kind: Kind = "stream"
         costs: SampleCosts | StreamCosts | None = None
@@ -382,7 +386,7 @@ class Loaders:
         return with_batch_sampler(loader, IndexBatchSamplerWrapper(sampler) if indexed else sampler)
 
     def _costs_of_batches(self, loader: Any, batches: GlobalBatches, costs: SampleCosts | None) -> BatchCosts:
-        """What batches that stay whole cost, of which a step has as many as the planner learns here."""
+        """Costs of batches that stay whole; the planner learns how many make a step."""
         assert isinstance(batches, GroupedBatches)
         self.planner.whole = batches.world
         per_batch = max(len(loader.dataset) / max(len(batches.sampler), 1), 1.0)

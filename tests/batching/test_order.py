@@ -280,3 +280,31 @@ def test_ranks_meet_at_one_moment_to_agree_on_a_sampler_or_are_refused(
         else:
             loaders.training(loader, False, pl.LightningModule())
     assert (told[0] == told[1]) == fits
+
+
+# -- batches that stay whole -----------------------------------------------------------------------------
+
+parts_lists = st.lists(st.lists(st.integers(), min_size=1, max_size=6), min_size=1, max_size=14)
+
+
+@given(parts_lists, st.integers(1, 5), st.integers(0, 3))
+def test_whole_batches_are_grouped_and_not_joined(parts, number, first):
+    groups = [parts[i : i + number] for i in range(0, len(parts), number)]
+    assert list(GroupedBatches([*parts, []], number, whole=True).draw(first)) == groups[first:]
+
+
+@given(parts_lists, st.integers(1, 5))
+def test_in_an_evaluation_each_rank_has_one_of_each_group(parts, world):
+    samples = list(chain(*parts))
+    if len(samples) < world:
+        with pytest.raises(DataError, match=f"yields {len(samples)} samples for {world} ranks"):
+            list(EvaluatedGroups(parts, world, whole=True).draw(0))
+        return
+    groups = list(EvaluatedGroups(parts, world, whole=True).draw(0))
+    assert all(len(group) == world and min(map(len, group)) > 0 for group in groups)
+    assert list(chain(*chain(*groups))) == samples
+    if len(parts) % world == 0:
+        assert list(chain(*groups)) == parts
+    elif len(samples) >= -(-len(parts) // world) * world:  # enough to halve
+        assert len(groups) == -(-len(parts) // world)
+        assert all(any(same == piece or set(piece) <= set(same) for same in parts) for piece in chain(*groups))

@@ -2,7 +2,6 @@
 
 import sys
 import time
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,6 @@ from tasks import (
     error,
     one_process,
     parameters,
-    rank,
     train,
 )
 from test_batch_samplers import FORMS
