@@ -81,7 +81,7 @@ class SampleCosts:
 
 
 def _by_owner(batch: Sequence[T], owner: Ints, world: int) -> tuple[list[T], list[int]]:
-    """What is dealt in the order of its ranks, and how much each rank has."""
+    """Items in the order of the ranks that they are dealt to, and how many each rank has."""
     counts = np.bincount(owner, minlength=world)
     return [batch[i] for i in np.argsort(owner, kind="stable").tolist()], counts.tolist()
 
