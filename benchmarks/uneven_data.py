@@ -2,7 +2,8 @@
 
 Samples are the docstrings of Python's standard library, up to 1,024 characters each; 64 in a global batch. A delay,
 which uses no core, emulates devices: a rank of speed 1 takes 10 ms for a batch and 60 microseconds for each character;
-where parts are padded 15, padding included, with which a step takes about as long. The delays alone take about five minutes per repeat.
+where parts are padded 15, padding included, with which a step takes about as long. The delays alone take about five
+minutes per repeat.
 
     python benchmarks/uneven_data.py [--repeats 3] [--steps 64]
     python benchmarks/uneven_data.py --real 1      # a small transformer, which pads, on two ranks, with no delay

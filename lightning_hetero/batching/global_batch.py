@@ -68,7 +68,7 @@ class GlobalBatchSizes:
             rank_zero_info(
                 f"A step of all ranks takes {size} {what}, as where the checkpoint was saved; with {self._world} ranks "
                 f"it would be {usual}. To choose it yourself, give the strategy "
-                f"{'whole_batches as a number' if key == _GROUPS else 'global_batch_size'}."
+                f"{'whole_batches=..., which keeps them whole' if key == _GROUPS else 'global_batch_size'}."
             )
         self._taken[key] = size
         return size

@@ -107,7 +107,10 @@ class BatchCosts:
         if own:
             return own, sum(map(self.of, own))
         padding = (min(batch, key=len) * count)[:count]
-        return [padding], float(count) if self.samples is None else self.samples.together(padding)
+        if self.samples is None:
+            mean = sum(map(len, batch)) / len(batch)
+            return [padding], (self.alike or mean) * count / mean
+        return [padding], self.samples.together(padding)
 
     def deal(self, plan: Plan, batches: Sequence[list[int]]) -> tuple[list[list[int]], list[int]]:
         """Deal the batches of a step by a plan: a rank may have several, or none.

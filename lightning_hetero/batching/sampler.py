@@ -89,6 +89,7 @@ class GlobalBatches(Protocol):
     """The global batches of one epoch."""
 
     sampler: Any  # has `set_epoch`, if the order depends on the epoch
+    whole: bool  # whether a global batch is a list of batches, each of which stays whole
 
     def __len__(self) -> int: ...
 
@@ -107,6 +108,8 @@ class FixedBatches:
         batch_size: samples in a global batch.
         drop_last: leave out the last batch if it is short.
     """
+
+    whole = False
 
     def __init__(self, sampler: Any, batch_size: int, drop_last: bool) -> None:
         self.sampler, self.batch_size, self.drop_last = sampler, batch_size, drop_last
@@ -550,7 +553,7 @@ class EvaluationSampler:
         for batch in self.batches.draw(0):
             if not begin and isinstance(self.batches, FixedBatches):
                 in_turn = len(set(self._shares(world, plan, -(-len(batch) // world) * world))) == 1
-            if isinstance(self.batches, GroupedBatches) and self.batches.whole:
+            if self.batches.whole:
                 own = batch[rank]
             elif in_turn:
                 own = batch[(rank - begin) % world :: world]

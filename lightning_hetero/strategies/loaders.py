@@ -353,15 +353,14 @@ class Loaders:
             batches = self._batches(loader, evaluation=False)
             check_enough(samples_in_order(batches), self.planner.world, "training")
             self.planner.expect(None if isinstance(batches, GroupedBatches) else self._batch_size(loader))
-            whole = isinstance(batches, GroupedBatches) and batches.whole
-            by = self._costs_of_batches(loader, batches, costs) if whole else costs
+            by = self._costs_of_batches(loader, batches, costs) if batches.whole else costs
             sampler = ShareSampler(batches, self.rank, self.replica, self._begin_pass, self._cut, by)
             sampler.padding, sampler.before_draw = self.planner.least, self.planner.ready
             if self._limited:
                 collate = CollateInPasses(loader.collate_fn, self.planner.high[self.rank])  # type: ignore[attr-defined]
                 object.__setattr__(loader, "collate_fn", collate)
             made: object = with_batch_sampler(loader, sampler)
-            if whole:
+            if batches.whole:
                 object.__setattr__(loader, "dataset", ListsOfBatches(loader.dataset))  # type: ignore[attr-defined]
                 object.__setattr__(loader, "collate_fn", CollateWhole(loader.collate_fn))  # type: ignore[attr-defined]
         elif kind == "shared stream":
@@ -389,13 +388,13 @@ class Loaders:
         """Costs of batches that stay whole; the planner learns how many make a step."""
         assert isinstance(batches, GroupedBatches)
         self.planner.whole = batches.world
-        per_batch = max(len(loader.dataset) / max(len(batches.sampler), 1), 1.0)
+        mean = max((sized_len(loader.dataset) or 0) / max(len(batches.sampler), 1), 1.0)
         by = "by the number of their samples" if self._by_samples else "as if they cost the same"
         rank_zero_info(
             f"Batches of your own batch sampler stay whole, {batches.world} in a step of all ranks, and are dealt to "
             f"ranks {by if costs is None else 'by what their samples cost'}."
         )
-        return BatchCosts(costs, 0.0 if self._by_samples else per_batch)
+        return BatchCosts(costs, 0.0 if self._by_samples else mean)
 
     # -- what was drawn ----------------------------------------------------------------------------
 

@@ -225,11 +225,11 @@ class Options:
             )
         if not isinstance(self.whole_batches, bool):
             at_least_one("whole_batches", self.whole_batches, ", or True, or False")
-        sizes = [name for name in ("global", "min", "max") if getattr(self, f"{name}_batch_size", None) is not None]
-        if self.whole_batches and sizes:
+        sizes = ("global_batch_size", "min_batch_size", "max_batch_size")
+        if self.whole_batches and (given := [name for name in sizes if getattr(self, name) is not None]):
             raise ConfigurationError(
-                f"whole_batches={self.whole_batches} with {', '.join(f'{name}_batch_size' for name in sizes)}: batches "
-                "that stay whole are as large as your batch sampler makes them. Remove one of the two."
+                f"whole_batches={self.whole_batches} with {', '.join(given)}: batches that stay whole are as large as "
+                "your batch sampler makes them. Remove one of the two."
             )
         one_of("balance_iterable", self.balance_iterable, (True, False))
         if self.balance_iterable and self.balance != "auto":
@@ -276,8 +276,8 @@ class Options:
         _ = self.port_range  # raises
         self._check_memory()
         self._check_loss()
-        given = [x for x in (self.balance, self.min_batch_size, self.max_batch_size) if isinstance(x, list)]
-        self.planner(len(given[0]) if given else 1)  # raises now rather than after the launch
+        lists = [x for x in (self.balance, self.min_batch_size, self.max_batch_size) if isinstance(x, list)]
+        self.planner(len(lists[0]) if lists else 1)  # raises now rather than after the launch
 
     def _check_loss(self) -> None:
         one_of("on_peer_loss", self.on_peer_loss, ("error", "continue"))

@@ -187,7 +187,7 @@ def test_a_rank_may_have_no_whole_batch_and_runs_the_smallest_as_padding():
     alike = BatchCosts(None, 3.0)
     assert alike.deal(plan, [[0, 1, 2], [3, 4], [5]]) == ([[0, 1, 2], [3, 4], [5]], [3, 0])
     assert alike.deal(replace(plan, high=(0, 9)), [[0, 1, 2]]) == ([[0, 1, 2]], [0, 1])
-    assert alike.padded_if_empty([], [[0, 1, 2], [3, 4], [5]], 2) == ([[5, 5]], 2.0)
+    assert alike.padded_if_empty([], [[0, 1, 2], [3, 4], [5]], 2) == ([[5, 5]], 3.0)
     assert alike.padded_if_empty([[3, 4], [5]], [], 2) == ([[3, 4], [5]], 6.0)
     by_samples = BatchCosts(None, 0.0)
     assert [by_samples.of([3, 4]), by_samples.deal(plan, [[0, 1, 2]])] == [2.0, ([[0, 1, 2]], [1, 0])]
