@@ -293,8 +293,8 @@ class BatchAccounting:
         figures = f" (off by up to {by_cost:.0%} and {by_samples:.0%})" if off else ""
         rank_zero_warn(
             "What samples, or whole batches, are said to cost explains the times of steps worse than the numbers of "
-            f"samples do{figures}. Batches are split by samples from step {self.planner.plans[-1].start} on. Correct the "
-            "costs, set cost='padded' if each rank pads its part to its longest sample, or set cost='samples'."
+            f"samples do{figures}. Batches are split by samples from step {self.planner.plans[-1].start} on. Correct "
+            "the costs, set cost='padded' if each rank pads its part to its longest sample, or set cost='samples'."
         )
 
     def _warn_of_concave_times(self) -> None:

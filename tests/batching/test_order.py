@@ -15,6 +15,7 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, WeightedRa
 from torch.utils.data.distributed import DistributedSampler
 
 from lightning_hetero.batching.planner import Planner
+from lightning_hetero.batching.global_batch import GlobalBatchSizes
 from lightning_hetero.batching.sampler import (
     AgreedOrder,
     EvaluatedGroups,
@@ -291,6 +292,17 @@ parts_lists = st.lists(st.lists(st.integers(), min_size=1, max_size=6), min_size
 def test_whole_batches_are_grouped_and_not_joined(parts, number, first):
     groups = [parts[i : i + number] for i in range(0, len(parts), number)]
     assert list(GroupedBatches([*parts, []], number, whole=True).draw(first)) == groups[first:]
+
+
+def test_a_step_keeps_its_number_of_batches_on_other_ranks():
+    first, checkpoint = GlobalBatchSizes(2, None), {}
+    assert first.of_groups(None) == 2
+    first.add_to(checkpoint)
+    for resumed, number in ((True, 2), (False, 3)):
+        sizes = GlobalBatchSizes(3, None)
+        sizes.load(checkpoint)
+        sizes.begin(resumed)
+        assert (sizes.of_groups(None), sizes.of_groups(5)) == (number, 5)
 
 
 @given(parts_lists, st.integers(1, 5))
