@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, WeightedRandomSampler
 from torch.utils.data.distributed import DistributedSampler
 
-from lightning_hetero.batching.planner import Planner
 from lightning_hetero.batching.global_batch import GlobalBatchSizes
+from lightning_hetero.batching.planner import Planner
 from lightning_hetero.batching.sampler import (
     AgreedOrder,
     EvaluatedGroups,
