@@ -19,7 +19,7 @@ from torch.distributed import Store
 
 from lightning_hetero.batching.cost import CostEvidence, CostModel, SpeedEstimator
 from lightning_hetero.batching.global_batch import GlobalBatchSizes
-from lightning_hetero.batching.passes import batches_of, even_sizes
+from lightning_hetero.batching.passes import batches_of
 from lightning_hetero.batching.plan_agreement import (
     PlanDecision,
     PlanLeader,
@@ -220,7 +220,7 @@ class BatchAccounting:
             return
         self._leave_costs()
         samples, padding, cost = max(int(self.drawn.samples), 1), not self.drawn.samples, self.drawn.cost
-        for timing in self.timer.end_step(samples, padding, cost, self.drawn.passes):
+        for timing in self.timer.end_step(samples, padding, cost, len(self.drawn.pass_sizes)):
             if not timing.compiled:
                 self._durations.append(timing.work + timing.wait - timing.exchange)
                 size = timing.samples if self._by_samples else timing.cost or timing.samples
@@ -292,9 +292,9 @@ class BatchAccounting:
         by_cost, by_samples = (max(column, default=0.0) for column in zip(*off, strict=True)) if off else (0.0, 0.0)
         figures = f" (off by up to {by_cost:.0%} and {by_samples:.0%})" if off else ""
         rank_zero_warn(
-            "What samples are said to cost explains the times of steps worse than the numbers of samples do"
-            f"{figures}. Batches are split by samples from step {self.planner.plans[-1].start} on. Correct the costs, "
-            "set cost='padded' if each rank pads its part to its longest sample, or set cost='samples'."
+            "What samples, or whole batches, are said to cost explains the times of steps worse than the numbers of "
+            f"samples do{figures}. Batches are split by samples from step {self.planner.plans[-1].start} on. Correct "
+            "the costs, set cost='padded' if each rank pads its part to its longest sample, or set cost='samples'."
         )
 
     def _warn_of_concave_times(self) -> None:
@@ -367,10 +367,7 @@ class BatchAccounting:
 
     def pass_fractions(self) -> list[float]:
         """The part of this rank's weight that each of its passes has."""
-        drawn = self.current()
-        weights: Sequence[float] = even_sizes(int(drawn.samples), drawn.passes)
-        if self._weighing is not None:
-            weights = self._pass_weights
+        weights = self.current().pass_sizes if self._weighing is None else self._pass_weights
         return [weight / (sum(weights) or 1) for weight in weights]
 
     def report(self, taken: bool) -> Report:

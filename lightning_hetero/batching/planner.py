@@ -15,6 +15,7 @@ from itertools import accumulate, pairwise
 from statistics import median
 from typing import Any, Literal, NamedTuple
 
+from lightning_hetero.batching.passes import even_sizes
 from lightning_hetero.batching.shares import (
     MOST_BENDS,
     Cost,
@@ -153,6 +154,10 @@ class Plan:
     def passes(self, shares: Sequence[int]) -> list[int]:
         """The passes in which each rank runs its share of a batch."""
         return [passes(share, most) for share, most in zip(shares, self.high, strict=True)]
+
+    def pass_sizes(self, shares: Sequence[int]) -> list[list[int]]:
+        """Samples of each pass of each rank."""
+        return [even_sizes(share, count) for share, count in zip(shares, self.passes(shares), strict=True)]
 
 
 Task = tuple[int, tuple[Cost | Curve | Stepwise, ...], tuple[int, ...], tuple[int, ...]]  # as `split` takes it
@@ -314,6 +319,7 @@ class Planner:
         high: most samples per rank, in one pass.
         one_pass: why no rank can run its part of a batch in several passes; empty: it can.
         limits_measured: whether these limits were found by trying training steps.
+        whole: batches of the user's sampler in a step, each of which stays whole; 0: a step's batch can be cut.
         most: the largest part of a batch that each rank has been given so far.
         least: samples that a rank can train on, where the user has not said.
         before_draw: waits until it is sure which plan is in force at a step.
@@ -360,7 +366,7 @@ class Planner:
         self.min_gain = min_gain
         self.total, self.infers_total, self.frozen, self.least, self.rotates, self.origin = 0, False, False, 1, False, 0
         self._may_raise, self.one_pass = low is None, ""
-        self.limits_measured = False
+        self.limits_measured, self.whole = False, 0
         self.too_slow: TooSlow | None = None
         shares = [1.0] * world if isinstance(balance, str) else fixed_shares(balance, world)
         self._low = per_rank("min_batch_size", [min(1, math.ceil(s)) for s in shares] if low is None else low, world)
@@ -452,6 +458,18 @@ class Planner:
         """Whether a batch of so many samples is more than all ranks together take in one pass."""
         return sum(self.plans[-1].high) < samples
 
+    def cost_of_part(self, rank: int, cost: Cost | Curve) -> Cost | Curve | Stepwise:
+        """Cost of a rank's part of a full batch, however many passes it takes.
+
+        Args:
+            rank: which.
+            cost: of one pass, or of one whole batch.
+        """
+        if self.whole and self.total:
+            size = self.total / self.whole
+            return Cost(0.0, cost.seconds(size) / size)
+        return Stepwise(cost, high) if self.in_passes(self.total) and (high := self.plans[-1].high[rank]) else cost
+
     def check_room(self, samples: int) -> None:
         """See that the ranks can take a batch of so many samples.
 
@@ -513,6 +531,12 @@ class Planner:
             self.total = total
             if not any(self.most):
                 self._note(latest.split([total])[0])
+        if self.whole:
+            costs = [self.cost_of_part(rank, report.cost) for rank, report in enumerate(reports)]
+            reports = [
+                report._replace(fixed=cost.fixed, per_sample=cost.per_sample, bends=cost.bends)
+                for report, cost in zip(reports, costs, strict=True)
+            ]
         moves = self.auto and self.total and not self.frozen
         if not moves or any(math.isinf(r.error) for r in reports):
             return None
@@ -537,6 +561,8 @@ class Planner:
 
     def _too_slow(self, reports: Sequence[Report]) -> TooSlow | None:
         """Ranks that make the job slower, if that was measured: at the least share, not by times for larger ones."""
+        if self.whole:  # it may have no batches
+            return None
         costs, noise = [r.cost for r in reports], [r.error for r in reports]
         high = [self.total if h else 0 for h in self.high] if self.in_passes(self.total) else self.high
         found = too_slow(self.total, stepwise(self.total, costs, self.high), self._low, high, noise)
@@ -746,7 +772,7 @@ def plan_for_survivors(former: Planner, kept: Sequence[int], planner: Planner) -
         ShareError: the ranks that remain cannot take a whole batch, in passes neither.
     """
     planner.least, planner.frozen, planner.one_pass = former.least, former.frozen, former.one_pass
-    planner.rotates, planner.origin = former.rotates, former.origin
+    planner.rotates, planner.origin, planner.whole = former.rotates, former.origin, former.whole
     if former.limits_measured:
         planner.limit([former.high[rank] for rank in kept])
     planner.copy_trust(former)

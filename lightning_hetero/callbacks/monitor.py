@@ -192,9 +192,8 @@ class HeteroMonitor(Callback):
         members, losses = strategy.job.view, watch.attendance.since(strategy.recovery.losses)
         found = steps.stretches, steps.beginning, steps.end, steps.background, list(self.exchanges)
         accounting = strategy.accounting
-        return RankRecord(
-            members.ids[members.rank], *found, accounting.fitted, tuple(losses), DealtByCost.of(accounting)
-        )
+        cost = accounting.fitted and accounting.planner.cost_of_part(members.rank, accounting.fitted)
+        return RankRecord(members.ids[members.rank], *found, cost, tuple(losses), DealtByCost.of(accounting))
 
     def _write(
         self,

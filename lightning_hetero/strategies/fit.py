@@ -163,6 +163,8 @@ class Fit:
             options.max_batch_size is not None,
             costs_of,
             retry,
+            options.whole_batches,
+            options.cost == "samples",
         )
         ranks, small = job.data_parallel_ranks(size), partial(job.small_group, size)
         gathering, several = AsyncAllGather(job.report_group(), size), view.count > 1
