@@ -17,7 +17,6 @@ from lightning_hetero.argument_checks import one_of
 from lightning_hetero.comm.centers.base import PushPull
 from lightning_hetero.comm.centers.client import CenterOptions, Home
 from lightning_hetero.comm.compression import refuse_low_bit
-from lightning_hetero.comm.object_collectives import finite
 from lightning_hetero.errors import ConfigurationError, NotFiniteError
 
 
@@ -104,10 +103,8 @@ class PushPullAverager(AsyncCenterAverager, ElasticBase):
         for difference, value in zip(self._difference, self._snapshot, strict=True):
             difference.copy_(value)
         share = samples_per_replica[self.links.index] / sum(samples_per_replica)
-        self._healthy = finite(self._difference)
+        self._healthy = self.is_finite(self._difference)
         if not self._healthy:
-            if not self.run.skip:
-                raise NotFiniteError([self.links.index])
             share = 0.0
             for difference in self._difference:
                 difference.zero_()  # of which the exchange will make 0 - c
@@ -123,7 +120,6 @@ class PushPullAverager(AsyncCenterAverager, ElasticBase):
         for difference in self._difference:
             difference.neg_()
         self.restart_from(self._difference)
-        self.links.traffic.skipped.append(self.links.index)
 
     @property
     @override

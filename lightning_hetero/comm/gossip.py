@@ -1,22 +1,18 @@
 """Gossip transport: exchanges with deadlines between two replicas, both ways or one way."""
 
 import random
-import secrets
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from enum import Enum
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from lightning_hetero.comm.all_reduce import ReplicaLinks
 from lightning_hetero.comm.gossip_peers import (
     EXCHANGE,
-    TOKEN_BYTES,
-    HostPort,
     MessageKind,
     PeerChannel,
     PeerConnections,
@@ -28,7 +24,7 @@ from lightning_hetero.comm.gossip_peers import (
 )
 from lightning_hetero.comm.shared_memory import MappedVectors
 from lightning_hetero.comm.threads import close_at_exit
-from lightning_hetero.errors import CommunicationError, ConfigurationError, DisagreementError, HeteroError
+from lightning_hetero.errors import CommunicationError
 
 ANY = -1.0  # round of an offer that any peer may take, whatever its own round
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.002, 0.1  # seconds between two questions
@@ -236,7 +232,8 @@ class PairTransport:
         like: vectors of the sizes and dtypes to come, on the CPU.
 
     Attributes:
-        misses: of each peer, exchanges with it that failed: it was late, frozen, dead or unreachable.
+        misses: of each peer, exchanges with it that failed: it was late, frozen, dead or unreachable. Other threads add
+            to it.
         outbox: where this peer writes what it offers.
         peers: the connections to others.
     """
@@ -312,6 +309,12 @@ class PairTransport:
 
     def _wait_for_exchange(self) -> None:
         self._changed.wait_for(lambda: self._state is not _State.ENGAGED, EXCHANGE * self.peers.session.deadline)
+
+    def take_misses(self) -> list[int]:
+        """The peers of exchanges that have failed since the last call; a peer may be there more than once."""
+        with self._changed:
+            misses, self.misses = self.misses, Counter()
+        return list(misses.elements())
 
     def pause(self) -> None:
         """Exchange nothing more for now. Waits for an exchange that is under way."""
@@ -577,12 +580,19 @@ class PushTransport:
             self._arrived = [push for push in self._arrived if push.round_number in later]
             return taken
 
-    def waiting(self) -> list[ReceivedPush]:
-        """Pushes that have come and have not been taken."""
-        with self._changed:
-            return list(self._arrived)
+    def waiting(self, remove: bool = False) -> list[ReceivedPush]:
+        """Pushes that have come and have not been taken.
 
-    def put(self, pushes: Sequence[ReceivedPush]) -> None:
+        Args:
+            remove: whether they are taken now.
+        """
+        with self._changed:
+            arrived = list(self._arrived)
+            if remove:
+                self._arrived = []
+            return arrived
+
+    def put(self, pushes: Iterable[ReceivedPush]) -> None:
         """Let these have come, as in a checkpoint."""
         with self._changed:
             for push in pushes:
@@ -640,76 +650,3 @@ class PushTransport:
     def _wake(self) -> None:
         with self._changed:
             self._changed.notify_all()
-
-
-T = TypeVar("T", PairTransport, PushTransport)
-
-
-class Endpoint(NamedTuple):
-    """Address of a peer.
-
-    Attributes:
-        interface: address to listen on, of the network between the peers.
-        host: name of the machine. Peers with the same one can share memory.
-        deadline: seconds within which a message must be answered.
-    """
-
-    interface: str
-    host: str
-    deadline: float
-
-
-def connect_peers(
-    kind: Callable[[int, Session, str, Sequence[Tensor]], T],
-    endpoint: Endpoint,
-    links: ReplicaLinks,
-    like: Sequence[Tensor],
-) -> T | None:
-    """Let the leaders of all replicas know where to reach each other (collective over all ranks).
-
-    Args:
-        kind: class of the transport.
-        endpoint: this rank's.
-        links: of this replica. The number of the replica is that of the peer.
-        like: vectors of the sizes and dtypes to come, on the CPU.
-
-    Returns:
-        The transport on leaders, ``None`` elsewhere.
-
-    Raises:
-        HeteroError: on every rank: some peers cannot be reached, or have another model.
-    """
-    token = links.gather(secrets.token_bytes(TOKEN_BYTES))[0]
-    mine = (
-        kind(links.index, Session(token, 1, endpoint.deadline), endpoint.interface, like) if links.is_leader else None
-    )
-    card = None if mine is None else (links.index, mine.peers.address, endpoint.host, mine.outbox.path)
-    cards = [card for card in links.gather_of_replicas(card) if card is not None]
-    problem = _unreachable([(host, address) for _, address, host, _ in cards])
-    if mine is not None and problem is None:
-        mine.peers.know({peer: address for peer, address, *_ in cards})
-        try:
-            mine.set_outboxes(
-                {peer: path for peer, _, host, path in cards if host == endpoint.host and peer != links.index}
-            )
-        except HeteroError as error:
-            problem = error
-    problems = links.gather(None if problem is None else str(problem))  # all have opened what they need
-    if mine is not None:
-        mine.outbox.hide()
-    if any(problems):
-        if mine is not None:
-            mine.close()
-        raise problem or DisagreementError(next(text for text in problems if text))
-    return mine
-
-
-def _unreachable(places: Sequence[tuple[str, HostPort]]) -> HeteroError | None:
-    """Reason why peers of several hosts could not reach each other; ``None``: no reason is known."""
-    inner = [f"{host} ({address[0]})" for host, address in places if address[0].startswith("127.")]
-    if len({host for host, _ in places}) == 1 or not inner:
-        return None
-    return ConfigurationError(
-        f"peers on {', '.join(inner)} would listen where other hosts cannot reach them: the job's main address is "
-        "their loopback. Give MASTER_ADDR as an IP address of the network between the hosts."
-    )
