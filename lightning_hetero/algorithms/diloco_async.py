@@ -265,7 +265,7 @@ class OuterAsyncAverager(AsyncCenterAverager):
 
     @override
     def consensus(self, context: StepContext) -> list[Tensor]:
-        self._client.read(self.center_vectors)
+        self.before_save()
         values = [value.to("cpu", old.dtype) for value, old in zip(self.replica.pack(), self.reference, strict=True)]
         own, begun, now = (self.replica.views(flats)[0] for flats in (values, self.begun_from, self.last_center))
         for value, start, center in zip(own, begun, now, strict=False):  # the last ones may be excluded

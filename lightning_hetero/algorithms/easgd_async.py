@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
 from typing_extensions import override
 
 from lightning_hetero.algorithms.async_center import AsyncCenterAverager
@@ -89,7 +88,7 @@ class PushPullAverager(AsyncCenterAverager, ElasticBase):
         self._rates.observe(seen.counts)
         self._distance = math.sqrt(seen.square) if seen.square >= 0 else math.nan
         if not self._healthy:
-            self._take_center()
+            self.restart_from([difference.neg_() for difference in self._difference])
         elif math.isfinite(seen.square):
             self.replica.add(self._difference, -self._alpha)
         else:
@@ -116,26 +115,11 @@ class PushPullAverager(AsyncCenterAverager, ElasticBase):
             self._exchange = lambda: seen
         return self._exchange
 
-    def _take_center(self) -> None:
-        for difference in self._difference:
-            difference.neg_()
-        self.restart_from(self._difference)
-
-    @property
-    @override
-    def uses_center(self) -> bool:
-        return self.pull.is_zero or any(self.counts)
-
-    @override
-    def consensus(self, context: StepContext) -> list[Tensor]:
-        self.counts = self._client.read(self.last_center)
-        return super().consensus(context)
-
     @override
     def after_loss(self, former: Mapping[str, Any], step: int, context: StepContext) -> None:
-        super().after_loss(former, step, context)
         # By the replicas' own counts: the center may count an exchange whose answer was lost, and which is repeated.
         self.counts = self.links.gather_of_replicas(self.completed)
+        super().after_loss(former, step, context)
 
 
 @dataclass
