@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 from torch import Tensor
 from typing_extensions import override
@@ -14,13 +14,15 @@ from lightning_hetero.algorithms.topologies import Rule, sends
 from lightning_hetero.argument_checks import is_number
 from lightning_hetero.comm.compression import Wire, refuse_low_bit
 from lightning_hetero.comm.gossip import ReceivedPush
-from lightning_hetero.comm.gossip_client import Endpoint, PairClient, PeerClient, PushClient
+from lightning_hetero.comm.gossip_client import Endpoint, PairClient, PushClient
 from lightning_hetero.comm.gossip_peers import EXCHANGE
 from lightning_hetero.errors import ConfigurationError
 
+T = TypeVar("T", PairClient, PushClient)
+
 
 @dataclass
-class GossipAverager(Averager):
+class GossipAverager(Averager, Generic[T]):
     """Base of all forms of gossip: replicas wait for each other at the ends of epochs only.
 
     An exact average precedes validation and checkpoints, and ends the run.
@@ -43,14 +45,14 @@ class GossipAverager(Averager):
     """
 
     traits = Traits(lockstep=False, one_column=True, fresh_start="the values with which all have begun")
-    kind: ClassVar[type[PeerClient]]
+    kind: ClassVar[Any]
 
     wire: Wire = field(default="fp32", kw_only=True)
     deadline: float = field(default=30.0, kw_only=True)
     seed: int = field(default=0, kw_only=True)
     met: Counter[int] = field(default_factory=Counter, init=False, repr=False)
     missed: Counter[int] = field(default_factory=Counter, init=False, repr=False)
-    client: PeerClient = field(init=False, repr=False)
+    client: T = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         if not is_number(self.deadline) or self.deadline <= 0:
@@ -124,7 +126,7 @@ class GossipAverager(Averager):
 
 
 @dataclass
-class PairAverager(GossipAverager):
+class PairAverager(GossipAverager[PairClient]):
     """A pair meets halfway, by weight: ``x_i += s_j / (s_i + s_j) (x_j' - x_i')``.
 
     ``x'`` are the values when each offered them. As both move by the same difference the weighted sum is kept exactly,
@@ -132,11 +134,10 @@ class PairAverager(GossipAverager):
     """
 
     kind = PairClient
-    client: PairClient = field(init=False, repr=False)
 
 
 @dataclass
-class PushAverager(GossipAverager):
+class PushAverager(GossipAverager[PushClient]):
     """Base of one-way gossip: sends to some peers in each round, and takes what has come from others.
 
     Attributes:
@@ -144,7 +145,6 @@ class PushAverager(GossipAverager):
     """
 
     kind = PushClient
-    client: PushClient = field(init=False, repr=False)
     mail = Own[list[tuple]](lambda averager: [])
 
     @override

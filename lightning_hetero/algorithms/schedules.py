@@ -198,7 +198,7 @@ class Phases(NamedTuple):
         return "cool-down" if step > self.total - self.cooldown else "cycling"
 
     def assumed(self, **asked: float | int | str) -> str | None:
-        """What to tell of parts of a run of which nobody knows the length; ``None``: nothing."""
+        """The message about parts of a run of which nobody knows the length; ``None``: there is none."""
         parts = [f"{name}={part}" for name, part in asked.items() if isinstance(part, float) and part]
         if math.isfinite(self.total) or not parts:
             return None

@@ -168,7 +168,7 @@ class PairClient(PeerClient[PairTransport]):
             self.transport.offer(weight, whom, round_number)
 
     def meet(self) -> tuple[list[Tensor], float] | None:
-        """What the offer brings within the deadline, if there is one; if nothing, the peer is missed.
+        """The result of the offer, if there is one, within the deadline; if there is none the peer is missed.
 
         Collective over the replica.
 
@@ -181,7 +181,7 @@ class PairClient(PeerClient[PairTransport]):
         return found
 
     def poll(self, withdraw: bool = False) -> tuple[list[Tensor], float] | None:
-        """What the offer has brought by now, as :meth:`meet` does (collective over the replica).
+        """The result of the offer by now, as :meth:`meet` gives it (collective over the replica).
 
         Args:
             withdraw: the offer, if it has brought nothing.
@@ -270,7 +270,7 @@ class PushClient(PeerClient[PushTransport]):
             self.transport.put(pushes)
 
     def _shared(self, pushes: Sequence[ReceivedPush]) -> list[ReceivedPush]:
-        """What the leader has got, on all ranks of the replica (collective over it)."""
+        """The leader's pushes, on all ranks of the replica (collective over it)."""
         shared = []
         for i in range(int(self.broadcast([len(pushes)], ())[0])):
             push = pushes[i] if pushes else ReceivedPush(0, 0, 0.0, [torch.empty_like(sent) for sent in self.outgoing])

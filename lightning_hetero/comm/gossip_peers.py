@@ -422,9 +422,11 @@ class PeerConnections:
         """
         if self.liveness.has_ended(peer):
             raise ConnectionRefusedError("the peer has ended")
-        if peer not in self._out:
-            self._out[peer] = self._connect(peer)
-        return self._out[peer]
+        if (channel := self._out.get(peer)) is None:
+            channel = self._connect(peer)
+            with self._lock:
+                self._out[peer] = channel
+        return channel
 
     def _connect(self, peer: int) -> PeerChannel:
         deadline = self.deadline_in()
@@ -462,9 +464,13 @@ class PeerConnections:
         """
         self.drop(peer)
         if isinstance(error, RefusedError):
-            self.refused[str(error)] += 1
+            self._count_refused(error)
         if time.monotonic() - began > self.session.deadline / 2:  # it was late, whatever broke in the end
             self.liveness.late(peer)
+
+    def _count_refused(self, error: RefusedError) -> None:
+        with self._lock:
+            self.refused[str(error)] += 1
 
     def deadline_in(self, times: float = 1.0) -> float:
         """The time in so many deadlines from now, by ``time.monotonic()``."""
@@ -560,7 +566,7 @@ class PeerConnections:
         except OSError:
             pass  # the other end has closed it, or was too late
         except RefusedError as error:
-            self.refused[str(error)] += 1
+            self._count_refused(error)
         finally:
             with self._lock:
                 self._in.pop(channel, None)
@@ -584,8 +590,7 @@ class PeerConnections:
         """Close all connections; idempotent."""
         with self._lock:
             self._closed = True
-            channels = [*self._in, *self._out.values()]
-        self._out = {}
+            channels, self._out = [*self._in, *self._out.values()], {}
         self.liveness.close()
         self._listener.close()
         for channel in channels:
