@@ -14,16 +14,13 @@ from torch import Tensor
 from lightning_hetero.comm.gossip_peers import (
     EXCHANGE,
     MessageKind,
-    PeerChannel,
     PeerConnections,
-    PeerMessage,
-    RefusedError,
     Session,
     others_boxes,
-    refuse_vectors,
 )
 from lightning_hetero.comm.shared_memory import MappedVectors
 from lightning_hetero.comm.threads import close_at_exit
+from lightning_hetero.comm.transport import RefusedError, VectorChannel, VectorMessage, refuse_vectors
 from lightning_hetero.errors import CommunicationError
 
 ANY = -1.0  # round of an offer that any peer may take, whatever its own round
@@ -169,7 +166,7 @@ class PairExchange:
         channel, numbers = self._peers.channel(peer), (round_number, weight, self._number)
         sent = channel.send(MessageKind.ASK, numbers, (), self._peers.deadline_in())
         reply = channel.receive(refuse_vectors, self._peers.deadline_in())
-        if reply.kind is not MessageKind.YES:
+        if reply.kind != MessageKind.YES:
             if reply.numbers and round_number != ANY and reply.numbers[0] > round_number:
                 raise PeerMovedOnError
             return None
@@ -180,7 +177,7 @@ class PairExchange:
         self._peers.liveness.met(peer)
         return PairResult(peer, weight, self.inbox, sent)
 
-    def answer(self, channel: PeerChannel, peer: int, number: float, offer: tuple[float, float]) -> PairResult:
+    def answer(self, channel: VectorChannel, peer: int, number: float, offer: tuple[float, float]) -> PairResult:
         """Exchange with a peer that has asked, until it is to be told that the exchange is done.
 
         Args:
@@ -198,12 +195,12 @@ class PairExchange:
         self._peers.await_commit(channel, peer, number)
         return PairResult(peer, weight, self.inbox, sent + more)
 
-    def _swap(self, channel: PeerChannel, peer: int, numbers: Sequence[float], expected: int) -> tuple[float, int]:
+    def _swap(self, channel: VectorChannel, peer: int, numbers: Sequence[float], expected: int) -> tuple[float, int]:
         """Send what lies in the outbox, and fill the inbox; the peer's weight, and the bytes sent."""
         near = peer in self._boxes
         vectors = () if near else self._outbox.vectors
         theirs, sent = channel.swap(MessageKind.SWAP, numbers, vectors, lambda _: self.inbox, self._peers.deadline_in())
-        if theirs.kind is not MessageKind.SWAP or len(theirs.numbers) != expected:
+        if theirs.kind != MessageKind.SWAP or len(theirs.numbers) != expected:
             raise RefusedError("uninvited")
         if near:
             for own, value in zip(self.inbox, self._boxes[peer].vectors, strict=True):
@@ -402,32 +399,31 @@ class PairTransport:
 
     # -- the peer that is asked --------------------------------------------------------------------
 
-    def _attend(self, channel: PeerChannel, ask: PeerMessage) -> None:
+    def _attend(self, channel: VectorChannel, ask: VectorMessage) -> None:
         """Exchange with a peer that asks for it, if something is offered."""
-        if ask.kind is not MessageKind.ASK or len(ask.numbers) != 3:
+        if ask.kind != MessageKind.ASK or len(ask.numbers) != 3:
             raise RefusedError("uninvited")
-        if not self._engage(ask):
+        if not self._engage(channel.peer, ask.numbers[0]):
             channel.send(MessageKind.NO, (self._selector.round_number,), (), self.peers.deadline_in())
             return
         swap = None
         try:
             offer = self._selector.round_number, self._weight
-            swap = self._swapping.answer(channel, ask.sender, ask.numbers[2], offer)
+            swap = self._swapping.answer(channel, channel.peer, ask.numbers[2], offer)
         finally:
             with self._changed:
                 self._end(swap)
                 if swap is None:
-                    self.misses[ask.sender] += 1
+                    self.misses[channel.peer] += 1
         channel.send(MessageKind.DONE, (), (), self.peers.deadline_in())
 
-    def _engage(self, ask: PeerMessage) -> bool:
-        """Whether this peer exchanges with one that asks."""
-        asked_for = ask.numbers[0]
+    def _engage(self, peer: int, asked_for: float) -> bool:
+        """Whether this peer exchanges with one that asks for a round."""
         with self._changed:
             own = self._selector.round_number
             if asked_for >= own:  # a peer that lags behind would be waited for without success
-                self.peers.liveness.heard(ask.sender)
-            if ask.sender < self.me and self._with != ask.sender and asked_for == own:
+                self.peers.liveness.heard(peer)
+            if peer < self.me and self._with != peer and asked_for == own:
                 # It waits while this peer asks another. If all that ask were refused, peers that ask each other in a
                 # circle could do so forever. Only peers with a lower number wait, so they never wait in a circle.
                 self._waiting += 1
@@ -435,14 +431,14 @@ class PairTransport:
                 self._waiting -= 1
                 own = self._selector.round_number
             # Of two peers that ask each other, the question of the first counts.
-            crossing = self._asking and not self._agreed and self._with == ask.sender and ask.sender < self.me
+            crossing = self._asking and not self._agreed and self._with == peer and peer < self.me
             willing = (self._state is _State.OPEN or crossing) and not self._paused
             if willing and asked_for == own:
-                self._state, self._with, self._asking = _State.ENGAGED, ask.sender, False
-                self._selector.met(ask.sender)
+                self._state, self._with, self._asking = _State.ENGAGED, peer, False
+                self._selector.met(peer)
                 return True
-            self._selector.wants(ask.sender, asked_for)
-            if self._state is _State.OPEN and ANY != own < asked_for and ask.sender in self._selector.candidates:
+            self._selector.wants(peer, asked_for)
+            if self._state is _State.OPEN and ANY != own < asked_for and peer in self._selector.candidates:
                 self._state = _State.CLOSED  # the other has gone on to a later round
             self._changed.notify_all()
             return False
@@ -543,9 +539,9 @@ class PushTransport:
         self._number += 1
         sent = channel.send(MessageKind.PUSH, (round_number, weight, self._number), vectors, self.peers.deadline_in())
         answer = channel.receive(refuse_vectors, self.peers.deadline_in()).kind
-        if answer is MessageKind.NO:
+        if answer == MessageKind.NO:
             return None
-        if answer is not MessageKind.YES:
+        if answer != MessageKind.YES:
             raise RefusedError("uninvited")
         sent += self.peers.commit(channel, peer, self._number)
         self.peers.liveness.met(peer)
@@ -611,26 +607,26 @@ class PushTransport:
         """Close all connections; idempotent."""
         self.peers.close()
 
-    def _attend(self, channel: PeerChannel, push: PeerMessage) -> None:
+    def _attend(self, channel: VectorChannel, push: VectorMessage) -> None:
         """Receive a push."""
-        if push.kind is not MessageKind.PUSH or len(push.numbers) != 3:
+        if push.kind != MessageKind.PUSH or len(push.numbers) != 3:
             raise RefusedError("uninvited")
         round_number, weight, number = push.numbers
         vectors = list(push.vectors)
-        if bool(vectors) is not (bool(weight) and push.sender not in self._boxes):
+        if bool(vectors) is not (bool(weight) and channel.peer not in self._boxes):
             raise RefusedError("size")
-        if weight and push.sender in self._boxes:
+        if weight and channel.peer in self._boxes:
             vectors = self._memory()
-            for own, value in zip(vectors, self._boxes[push.sender].vectors, strict=True):
+            for own, value in zip(vectors, self._boxes[channel.peer].vectors, strict=True):
                 own.copy_(value)
-        came = ReceivedPush(push.sender, int(round_number), weight, vectors)
-        self.peers.liveness.heard(push.sender)
-        if self._full(push.sender):
+        came = ReceivedPush(channel.peer, int(round_number), weight, vectors)
+        self.peers.liveness.heard(channel.peer)
+        if self._full(channel.peer):
             self.recycle([came])
             channel.send(MessageKind.NO, (), (), self.peers.deadline_in())
             return
         channel.send(MessageKind.YES, (), (), self.peers.deadline_in())
-        self.peers.await_commit(channel, push.sender, number)
+        self.peers.await_commit(channel, channel.peer, number)
         with self._changed:
             self._arrive(came)
             self._changed.notify_all()
@@ -640,8 +636,8 @@ class PushTransport:
         with self._changed:
             return sum(push.peer == peer for push in self._arrived) > self.peers.count
 
-    def _place(self, kind: MessageKind) -> Sequence[Tensor]:
-        return self._memory() if kind is MessageKind.PUSH else refuse_vectors(kind)
+    def _place(self, kind: int) -> Sequence[Tensor]:
+        return self._memory() if kind == MessageKind.PUSH else refuse_vectors(kind)
 
     def _memory(self) -> list[Tensor]:
         with self._changed:

@@ -15,8 +15,9 @@ from torch import Tensor
 from lightning_hetero.comm.all_reduce import ReplicaLinks
 from lightning_hetero.comm.compression import DTYPES
 from lightning_hetero.comm.gossip import ANY, PairTransport, PushTransport, ReceivedPush
-from lightning_hetero.comm.gossip_peers import TOKEN_BYTES, HostPort, Session
+from lightning_hetero.comm.gossip_peers import Session
 from lightning_hetero.comm.object_collectives import finite
+from lightning_hetero.comm.transport import KEY_BYTES, HostPort
 from lightning_hetero.errors import ConfigurationError, DisagreementError, HeteroError, NotFiniteError
 
 T = TypeVar("T", PairTransport, PushTransport)
@@ -303,10 +304,8 @@ def _connected(kind: type[T], endpoint: Endpoint, links: ReplicaLinks, like: Seq
     Raises:
         HeteroError: on every rank: some peers cannot be reached, or have another model.
     """
-    token = links.gather(secrets.token_bytes(TOKEN_BYTES))[0]
-    mine = (
-        kind(links.index, Session(token, 1, endpoint.deadline), endpoint.interface, like) if links.is_leader else None
-    )
+    token = links.gather(secrets.token_bytes(KEY_BYTES))[0]
+    mine = kind(links.index, Session(token, endpoint.deadline), endpoint.interface, like) if links.is_leader else None
     card = None if mine is None else (links.index, mine.peers.address, endpoint.host, mine.outbox.path)
     cards = [card for card in links.gather_of_replicas(card) if card is not None]
     problem = _unreachable([(host, address) for _, address, host, _ in cards])

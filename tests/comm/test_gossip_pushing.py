@@ -30,7 +30,7 @@ class Giver:
         self, index: int, x: Sequence[float], limit: float, token: bytes = TOKEN, interface: str = "127.0.0.1"
     ) -> None:
         self.x, self.w = torch.tensor(x, dtype=torch.float64), 1.0
-        self.pushing = PushTransport(index, Session(token, 1, limit), interface, [self.x])
+        self.pushing = PushTransport(index, Session(token, limit), interface, [self.x])
         self.path = self.pushing.outbox.path
 
     def give(self, to: Sequence[int], turn: int) -> list[bool]:
