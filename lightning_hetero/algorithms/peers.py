@@ -105,10 +105,9 @@ class GossipAverager(Averager, Generic[T]):
         return context.epoch_ends
 
     @override
-    def finish(self, context: StepContext) -> Outcome | None:
+    def finish(self, context: StepContext) -> None:
         super().finish(context)
         self.report()
-        return None
 
     def report(self) -> None:
         """Let all know which replicas have met, and how often (collective)."""

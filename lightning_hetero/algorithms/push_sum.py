@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_hetero.algorithms.base import Outcome, StepContext
+from lightning_hetero.algorithms.base import StepContext
 from lightning_hetero.algorithms.peers import PushAverager
 from lightning_hetero.algorithms.state import Own, VectorStart
 from lightning_hetero.algorithms.topologies import DIRECTED, Rule, rule_of
@@ -119,16 +119,14 @@ class PushSumAverager(PushAverager):
         self._packed = self.replica.pack(self._packed)  # as it is: who is not finite is left out below, or an error
         self._learn(self._packed, context.samples_per_replica)
         self._take(self.client.waiting())
-        weights = self.links.gather_of_replicas(self.weight)
-        mean = self.links.average(self._unbiased(), weights, self.reference).mean
+        mean = self.links.average(self._unbiased(), self.links.gather_of_replicas(self.weight), self.reference).mean
         self.x, self.weight = kept
         return mean
 
     @override
-    def finish(self, context: StepContext) -> Outcome | None:
+    def finish(self, context: StepContext) -> None:
         self.replica.unpack(self.consensus(context))
         self.report()
-        return None
 
     @override
     def complete(self, context: StepContext) -> None:

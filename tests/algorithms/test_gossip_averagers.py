@@ -12,6 +12,7 @@ from lightning_hetero.algorithms.gossip import DirectedAverager, FirstComeAverag
 from lightning_hetero.algorithms.peers import GossipAverager
 from lightning_hetero.algorithms.push_sum import PushSumAverager
 from lightning_hetero.algorithms.state import start
+from lightning_hetero.comm.gossip import ReceivedPush
 from lightning_hetero.comm.gossip_client import Endpoint
 from lightning_hetero.errors import NotFiniteError
 from lightning_hetero.replicas.vectors import Replica
@@ -85,3 +86,22 @@ def test_what_is_too_large_for_fp16_does_not_travel(form: str, skip: bool) -> No
     step(module, 1e6)
     with pytest.raises(NotFiniteError):
         one.after_step(StepContext(1, False, [6, 6]))
+
+
+def test_what_came_before_a_replica_was_lost_counts_after_it() -> None:
+    """The weighted sum of this replica and of what has come stays, though the model has not seen it yet."""
+    module = nn.Linear(2, 1, bias=False).double()
+    one = push_sum(module)
+    one._learn(one.pack(), [6, 6])
+    come = ReceivedPush(1, 7, 0.5, [torch.full((2,), 3.0).double()])
+    total = one.x[0] + come.vectors[0]
+    box: list[ReceivedPush] = []
+    client: Any = one.client
+    client.lose, client.waiting, client.restore = lambda *_: None, lambda: [come], box.extend
+    one.absorb_arrived([1])
+    one.after_restore()  # with the connections of those that remain
+    assert [push.peer for push in box] == [-1]  # whose numbers are others
+    one._learn(one.pack(), [12])
+    one._take(box)
+    assert one.weight == 1.5
+    assert torch.allclose(one.x[0], total)
