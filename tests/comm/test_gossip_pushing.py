@@ -185,7 +185,7 @@ def test_a_message_is_late(name: str, times: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "at", "reason"), [("PUSH", -1, "damaged"), ("YES", 22, "epoch")],
+    ("name", "at", "reason"), [("PUSH", -1, "damaged"), ("YES", 27, "replayed")],
 )  # fmt: skip
 def test_a_flipped_byte_is_refused_and_counted(name: str, at: int, reason: str) -> None:
     gone, came, off, refused = push_in(once(name, flip(at)))
