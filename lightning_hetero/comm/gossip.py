@@ -3,6 +3,7 @@
 import random
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from enum import Enum
@@ -10,6 +11,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from lightning_hetero.comm.gossip_peers import (
     EXCHANGE,
@@ -100,6 +102,49 @@ class PeerSelector:
         return [peer for peer in self.candidates if self._wanted.get(peer) == self.round_number]
 
 
+class PeerTransport(ABC):
+    """Base of the transports: a peer's connections to others, and what it offers or sends.
+
+    Args:
+        me: this peer.
+        session: what all peers share.
+        interface: address to listen on.
+        like: vectors of the sizes and dtypes to come, on the CPU.
+
+    Attributes:
+        misses: of each peer, exchanges with it that failed: it was late, frozen, dead or unreachable.
+        outbox: where this peer writes what it offers or sends.
+        boxes: the same of the other peers of this host.
+        peers: the connections to others.
+    """
+
+    def __init__(self, me: int, session: Session, interface: str, like: Sequence[Tensor]) -> None:
+        self.me, self.misses, self.outbox = me, Counter[int](), MappedVectors(like)
+        self.boxes: dict[int, MappedVectors] = {}
+        self._changed = threading.Condition()  # guards what belongs to subclasses
+        self.peers = PeerConnections(me, session, interface, self._attend, self._place, self._wake)
+
+    @abstractmethod
+    def _attend(self, channel: VectorChannel, message: VectorMessage) -> None:
+        """Handle an exchange from its first message on; in a thread of the connection."""
+
+    def _place(self, kind: int) -> Sequence[Tensor]:
+        """The vectors to fill, for a first message that comes with vectors."""
+        return refuse_vectors(kind)
+
+    def _wake(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
+
+    def set_outboxes(self, paths: Mapping[int, str]) -> None:
+        """Learn where the peers of this host write their values."""
+        self.boxes = others_boxes(self.outbox, paths)
+
+    def close(self) -> None:
+        """Close all connections; idempotent."""
+        self.peers.close()
+
+
 class PairResult(NamedTuple):
     """Result of an exchange with a peer.
 
@@ -131,19 +176,13 @@ class PairExchange:
     Peers of one host write their values into shared memory. The messages are the same, without vectors.
 
     Args:
-        peers: connections to the others.
-        outbox: where this peer writes what it offers.
+        transport: with what this peer offers.
     """
 
-    def __init__(self, peers: PeerConnections, outbox: MappedVectors) -> None:
-        self._peers, self._outbox = peers, outbox
-        self.inbox = [torch.empty_like(value) for value in outbox.vectors]
-        self._boxes: dict[int, MappedVectors] = {}  # of the peers of this host
+    def __init__(self, transport: PeerTransport) -> None:
+        self._transport, self._peers = transport, transport.peers
+        self.inbox = [torch.empty_like(value) for value in transport.outbox.vectors]
         self._number = float(time.time_ns() // 1000)  # of the exchanges that this peer asks for
-
-    def set_outboxes(self, paths: Mapping[int, str]) -> None:
-        """Learn where the peers of this host write their values."""
-        self._boxes = others_boxes(self._outbox, paths)
 
     def ask(self, peer: int, round_number: float, weight: float, agreed: Callable[[], bool]) -> PairResult | None:
         """Ask a peer for an exchange, and exchange.
@@ -197,13 +236,14 @@ class PairExchange:
 
     def _swap(self, channel: VectorChannel, peer: int, numbers: Sequence[float], expected: int) -> tuple[float, int]:
         """Send what lies in the outbox, and fill the inbox; the peer's weight, and the bytes sent."""
-        near = peer in self._boxes
-        vectors = () if near else self._outbox.vectors
+        boxes = self._transport.boxes
+        near = peer in boxes
+        vectors = () if near else self._transport.outbox.vectors
         theirs, sent = channel.swap(MessageKind.SWAP, numbers, vectors, lambda _: self.inbox, self._peers.deadline_in())
         if theirs.kind != MessageKind.SWAP or len(theirs.numbers) != expected:
             raise RefusedError("uninvited")
         if near:
-            for own, value in zip(self.inbox, self._boxes[peer].vectors, strict=True):
+            for own, value in zip(self.inbox, boxes[peer].vectors, strict=True):
                 own.copy_(value)
         return theirs.numbers[1], sent
 
@@ -217,29 +257,14 @@ class _State(Enum):
     ENGAGED = 3  # with one peer: others are refused
 
 
-class PairTransport:
+class PairTransport(PeerTransport):
     """Offers values, and exchanges them with one peer at a time; see :class:`PairExchange` for the messages.
 
     A thread asks other peers. Other threads, one per connection, answer the questions of others.
-
-    Args:
-        me: this peer.
-        session: what all peers share.
-        interface: address to listen on.
-        like: vectors of the sizes and dtypes to come, on the CPU.
-
-    Attributes:
-        misses: of each peer, exchanges with it that failed: it was late, frozen, dead or unreachable. Other threads add
-            to it.
-        outbox: where this peer writes what it offers.
-        peers: the connections to others.
     """
 
     def __init__(self, me: int, session: Session, interface: str, like: Sequence[Tensor]) -> None:
-        self.me = me
-        self.misses = Counter[int]()
-        self.outbox = MappedVectors(like)
-        self._changed = threading.Condition()  # guards all that follows
+        super().__init__(me, session, interface, like)
         self._state, self._with, self._asking = _State.CLOSED, -1, False
         self._agreed = False  # the peer that was asked has said yes
         self._offers = 0  # made so far
@@ -248,15 +273,10 @@ class PairTransport:
         self._paused = self._closed = False
         self._weight = 1.0
         self._swap: PairResult | None = None
-        self.peers = PeerConnections(me, session, interface, self._attend, changed=self._wake)
-        self._swapping = PairExchange(self.peers, self.outbox)
+        self._swapping = PairExchange(self)
         self._selector = PeerSelector(me, session.deadline, self.peers.liveness)
         close_at_exit(self)
         threading.Thread(target=self._ask_until_closed, name="hetero-gossip-asker", daemon=True).start()
-
-    def set_outboxes(self, paths: Mapping[int, str]) -> None:
-        """Learn where the peers of this host write their values."""
-        self._swapping.set_outboxes(paths)
 
     def offer(self, weight: float, candidates: Sequence[int], round_number: float = ANY) -> None:
         """Offer what lies in the outbox, until it is exchanged or withdrawn. Returns at once.
@@ -331,13 +351,13 @@ class PairTransport:
         with self._changed:
             return self._state is not _State.CLOSED
 
+    @override
     def close(self) -> None:
-        """Close all connections; idempotent."""
         with self._changed:
             self._closed = True
             self._state = _State.CLOSED
             self._changed.notify_all()
-        self.peers.close()
+        super().close()
 
     # -- the peer that asks ------------------------------------------------------------------------
 
@@ -399,8 +419,8 @@ class PairTransport:
 
     # -- the peer that is asked --------------------------------------------------------------------
 
+    @override
     def _attend(self, channel: VectorChannel, ask: VectorMessage) -> None:
-        """Exchange with a peer that asks for it, if something is offered."""
         if ask.kind != MessageKind.ASK or len(ask.numbers) != 3:
             raise RefusedError("uninvited")
         if not self._engage(channel.peer, ask.numbers[0]):
@@ -452,10 +472,6 @@ class PairTransport:
             self._state = _State.OPEN
         self._changed.notify_all()
 
-    def _wake(self) -> None:
-        with self._changed:
-            self._changed.notify_all()
-
 
 class ReceivedPush(NamedTuple):
     """Push that has come from a peer.
@@ -473,7 +489,7 @@ class ReceivedPush(NamedTuple):
     vectors: list[Tensor]
 
 
-class PushTransport:
+class PushTransport(PeerTransport):
     """Sends values to peers and collects what comes from them.
 
     A push takes four messages: ``PUSH, YES; COMMIT, DONE``. The receiver counts it when ``COMMIT`` comes, if that is in
@@ -483,35 +499,15 @@ class PushTransport:
 
     From each peer, one push more than there are peers can wait to be collected. Further ones are refused
     (``PUSH, NO``): this peer no longer collects them.
-
-    Args:
-        me: this peer.
-        session: what all peers share.
-        interface: address to listen on.
-        like: vectors of the sizes and dtypes to come, on the CPU.
-
-    Attributes:
-        misses: of each peer, pushes to it that failed.
-        outbox: where this peer writes what it sends.
-        peers: the connections to others.
     """
 
     def __init__(self, me: int, session: Session, interface: str, like: Sequence[Tensor]) -> None:
-        self.me = me
-        self.misses = Counter[int]()
-        self.outbox = MappedVectors(like)
-        self._boxes: dict[int, MappedVectors] = {}
-        self._changed = threading.Condition()  # guards what follows
+        super().__init__(me, session, interface, like)
         self._arrived: list[ReceivedPush] = []
         self._free: list[list[Tensor]] = []
         self._latest: dict[int, int] = {}  # of each peer, the latest round from which something has come
         self._missed: dict[int, int] = {}  # and the latest in which nothing had
         self._number = float(time.time_ns() // 1000)  # of this peer's pushes
-        self.peers = PeerConnections(me, session, interface, self._attend, self._place, self._wake)
-
-    def set_outboxes(self, paths: Mapping[int, str]) -> None:
-        """Learn where the peers of this host write their values."""
-        self._boxes = others_boxes(self.outbox, paths)
 
     def push(self, peer: int, round_number: int, weight: float) -> int | None:
         """Give a peer what lies in the outbox; blocks.
@@ -535,7 +531,7 @@ class PushTransport:
 
     def _push(self, peer: int, round_number: int, weight: float) -> int | None:
         channel = self.peers.channel(peer)
-        vectors = self.outbox.vectors if weight and peer not in self._boxes else ()
+        vectors = self.outbox.vectors if weight and peer not in self.boxes else ()
         self._number += 1
         sent = channel.send(MessageKind.PUSH, (round_number, weight, self._number), vectors, self.peers.deadline_in())
         answer = channel.receive(refuse_vectors, self.peers.deadline_in()).kind
@@ -603,21 +599,17 @@ class PushTransport:
         with self._changed:
             self._free += [push.vectors for push in pushes if push.vectors]
 
-    def close(self) -> None:
-        """Close all connections; idempotent."""
-        self.peers.close()
-
+    @override
     def _attend(self, channel: VectorChannel, push: VectorMessage) -> None:
-        """Receive a push."""
         if push.kind != MessageKind.PUSH or len(push.numbers) != 3:
             raise RefusedError("uninvited")
         round_number, weight, number = push.numbers
         vectors = list(push.vectors)
-        if bool(vectors) is not (bool(weight) and channel.peer not in self._boxes):
+        if bool(vectors) is not (bool(weight) and channel.peer not in self.boxes):
             raise RefusedError("size")
-        if weight and channel.peer in self._boxes:
+        if weight and channel.peer in self.boxes:
             vectors = self._memory()
-            for own, value in zip(vectors, self._boxes[channel.peer].vectors, strict=True):
+            for own, value in zip(vectors, self.boxes[channel.peer].vectors, strict=True):
                 own.copy_(value)
         came = ReceivedPush(channel.peer, int(round_number), weight, vectors)
         self.peers.liveness.heard(channel.peer)
@@ -636,13 +628,10 @@ class PushTransport:
         with self._changed:
             return sum(push.peer == peer for push in self._arrived) > self.peers.count
 
+    @override
     def _place(self, kind: int) -> Sequence[Tensor]:
         return self._memory() if kind == MessageKind.PUSH else refuse_vectors(kind)
 
     def _memory(self) -> list[Tensor]:
         with self._changed:
             return self._free.pop() if self._free else [torch.empty_like(v) for v in self.outbox.vectors]
-
-    def _wake(self) -> None:
-        with self._changed:
-            self._changed.notify_all()
