@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from enum import Enum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -263,8 +263,8 @@ class PairTransport(PeerTransport):
     A thread asks other peers. Other threads, one per connection, answer the questions of others.
     """
 
-    def __init__(self, me: int, session: Session, interface: str, like: Sequence[Tensor]) -> None:
-        super().__init__(me, session, interface, like)
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
         self._state, self._with, self._asking = _State.CLOSED, -1, False
         self._agreed = False  # the peer that was asked has said yes
         self._offers = 0  # made so far
@@ -274,7 +274,7 @@ class PairTransport(PeerTransport):
         self._weight = 1.0
         self._swap: PairResult | None = None
         self._swapping = PairExchange(self)
-        self._selector = PeerSelector(me, session.deadline, self.peers.liveness)
+        self._selector = PeerSelector(self.me, self.peers.session.deadline, self.peers.liveness)
         close_at_exit(self)
         threading.Thread(target=self._ask_until_closed, name="hetero-gossip-asker", daemon=True).start()
 
@@ -501,8 +501,8 @@ class PushTransport(PeerTransport):
     (``PUSH, NO``): this peer no longer collects them.
     """
 
-    def __init__(self, me: int, session: Session, interface: str, like: Sequence[Tensor]) -> None:
-        super().__init__(me, session, interface, like)
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
         self._arrived: list[ReceivedPush] = []
         self._free: list[list[Tensor]] = []
         self._latest: dict[int, int] = {}  # of each peer, the latest round from which something has come
