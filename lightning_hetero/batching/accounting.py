@@ -596,7 +596,8 @@ class PlanAgreement:
                         leader.answered(rank, told["answer"], told["bound"])
                 decision = leader.decide(time.monotonic())
                 if decision is not None:
-                    self._dropped = decision.start is None
+                    with self._changed:
+                        self._dropped = decision.start is None
                     self._receive_decision(decision)
                     self._publish(boxes, decision)
             elif self._to_propose is not None:

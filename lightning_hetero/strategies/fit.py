@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     import lightning.pytorch as pl
 
 
-@dataclass
+@dataclass(frozen=True)
 class Fit:
     """The collaborators of a fit in one view of the ranks.
 
@@ -49,7 +49,6 @@ class Fit:
         buckets: chooses the size of DDP's buckets.
         data_group: gives the group in which the replica averages gradients; ``None``: it is one rank.
         drift: compares parameters where the replica has unlike devices.
-        announced_route: how gradients travel, in the words that the user has read.
     """
 
     accounting: BatchAccounting
@@ -60,7 +59,6 @@ class Fit:
     buckets: BucketSize
     data_group: Callable[[], dist.ProcessGroup | None]
     drift: ParameterDriftCheck | None
-    announced_route: str = ""
 
     def ready_for_batch_norm(self, model: torch.nn.Module, layer_sync: Any, lent: GroupOverrides) -> Any:
         """See to BatchNorm, if the model has it: least shares, and over which ranks it normalises.
