@@ -21,7 +21,6 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_hetero import SharedStream
-from lightning_hetero.callbacks import ResumableCheckpoint
 from lightning_hetero.errors import CheckpointError, HeteroError, NotFiniteError, UnsupportedError
 from lightning_hetero.strategies.table import ENTRIES
 
@@ -587,23 +586,12 @@ def test_what_cannot_be_is_refused_on_every_rank(case: str) -> None:
         assert message in str(outcome.error)
 
 
-def kept(folder: str) -> None:
-    keeps = [ResumableCheckpoint(folder, every_n_steps=4)]
-    strategy = STRATEGIES["hetero_ddp"](timeout=20)
-    trainer = pl.Trainer(strategy=strategy, max_epochs=1, callbacks=keeps, **{**FAST, "enable_checkpointing": True})
-    trainer.fit(ShardedNet(), DataLoader(dataset(), batch_size=4))
-
-
-def test_resumable_checkpoints_are_refused(tmp_path: Any) -> None:
-    for outcome in attempt(kept, 2, str(tmp_path)):
-        assert isinstance(outcome.error, UnsupportedError), outcome.trace
-        assert "ResumableCheckpoint with a sharded model" in str(outcome.error)
-
-
-def test_a_directory_that_lacks_a_file_is_refused_on_every_rank(tmp_path: Any) -> None:
+@pytest.mark.long(after=1)
+@pytest.mark.parametrize("lost", ["*.distcp", ".metadata", "meta.pt"])
+def test_a_directory_that_lacks_a_file_is_refused_on_every_rank(lost: str, tmp_path: Any) -> None:
     path = tmp_path / "a.ckpt"
     run(saved, 2, "hetero_ddp", str(path), balance="off")
-    next(path.glob("*.distcp")).unlink()
+    next(path.glob(lost)).unlink()
     for outcome in attempt(saved, 2, "hetero_ddp", str(path), resume=str(path), balance="off"):
         assert isinstance(outcome.error, CheckpointError), outcome.trace
         assert "lacks a file" in str(outcome.error)
