@@ -600,12 +600,12 @@ def test_a_directory_that_lacks_a_file_is_refused_on_every_rank(lost: str, tmp_p
 # -- a replica is lost -------------------------------------------------------------------------------
 
 
-def survived(name: str, shards: bool, lost: int = -1, **options: Any) -> Any:
+def survived(name: str, shards: bool, lost: int = -1, kind: type[Any] = ShardedNet, **options: Any) -> Any:
     """The weights at the end of a fit in which a rank, by default the last, is killed at its sixth step."""
     warnings.filterwarnings("ignore", "rank .*Training goes on|.*exchanges under way|Replicas of the job|.*starts over")
-    module = ShardedNet(optimizer=options.pop("optimizer", "sgd"))
+    module = kind(optimizer=options.pop("optimizer", "sgd"))
     module.shards = shards
-    strategy = STRATEGIES[name](on_peer_loss="continue", timeout=60, balance="off", **options)
+    strategy = STRATEGIES[name](on_peer_loss="continue", timeout=60, **{"balance": "off", **options})
     callbacks = [Killed(lost % int(os.environ["WORLD_SIZE"]), 6)]
     trainer = pl.Trainer(strategy=strategy, max_epochs=2, callbacks=callbacks, **FAST)
     trainer.fit(module, DataLoader(dataset(120), batch_size=4))
@@ -689,6 +689,27 @@ def test_ranks_that_split_layers_have_the_same_samples(name: str, nodes: Any, op
     whole_ones = {} if nodes is None else {"ranks_per_node": 1}
     theirs = run(fit, 2, name, shards=False, **options, **whole_ones)
     assert all(distance(theirs[0], each) < 1e-10 for each in ours)
+
+
+@pytest.mark.long(after=1)
+@pytest.mark.parametrize(
+    ("name", "size", "lost"),
+    [("hetero_diloco", 2, 3), ("hetero_node", 2, 2), ("hetero_easgd", 2, 3), ("hetero_diloco", 4, 5)],
+)
+def test_ranks_that_split_layers_go_on_when_others_are_lost(name: str, size: int, lost: int) -> None:
+    """Replicas of one pair of ranks, or of two, train on as replicas of one rank, or of two, with whole models do."""
+    options = {**SYNCHRONOUS[name], "balance": [2.0, 1.0] * (size // 2), "ranks_per_node": size}
+    options["tensor_parallel_size"] = 2
+    ours = attempt(survived, 2 * size, name, True, lost, kind=TensorParallel, **options)
+    options |= {"ranks_per_node": size // 2, "tensor_parallel_size": 1}
+    theirs = attempt(survived, size, name, False, lost // 2, **options)
+    assert all(outcome.value for outcome in ours[:size]), ours[0].trace
+    assert all(outcome.value is None for outcome in ours[size:])
+    [weights, world, exchanges] = theirs[0].value
+    assert world == size // 2
+    for outcome in ours[:size]:
+        assert distance(outcome.value[0], weights) < 1e-10
+        assert outcome.value[1:] == (size, exchanges)
 
 
 @pytest.mark.long(after=1)
