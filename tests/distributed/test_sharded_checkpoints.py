@@ -162,4 +162,4 @@ def test_those_that_remain_go_on_saving(lost: int, tmp_path: Path) -> None:
     again = run(sharded, 2, str(tmp_path), kind, nodes=[1, 1], **options)
     for one in again:
         assert one["seen"] == []
-        assert torch.equal(one["weights"], left[0]["weights"])
+        assert (one["weights"] - left[0]["weights"]).abs().max() < 1e-12
