@@ -602,7 +602,9 @@ def test_a_directory_that_lacks_a_file_is_refused_on_every_rank(lost: str, tmp_p
 
 def survived(name: str, shards: bool, lost: int = -1, kind: type[Any] = ShardedNet, **options: Any) -> Any:
     """The weights at the end of a fit in which a rank, by default the last, is killed at its sixth step."""
-    warnings.filterwarnings("ignore", "rank .*Training goes on|.*exchanges under way|Replicas of the job|.*starts over|FSDP2-wr")
+    warnings.filterwarnings(
+        "ignore", "rank .*Training goes on|.*exchanges under way|Replicas of the job|.*starts over|FSDP2-wr"
+    )
     module = kind(optimizer=options.pop("optimizer", "sgd"))
     module.shards = shards
     strategy = STRATEGIES[name](on_peer_loss="continue", timeout=60, **{"balance": "off", **options})
