@@ -6,7 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Generic, Literal, TypeVar
 
 import torch
@@ -340,6 +340,8 @@ class MatchedAverager(RoundGossipAverager, PairAverager):
 
     Source: GoSGD, Blot et al. 2016; GossipGraD, Daily et al. 2018.
     """
+
+    traits = replace(PairAverager.traits, one_column=False)
 
     @override
     def before_step(self, context: StepContext) -> None:

@@ -66,6 +66,15 @@ class LayoutInColumns:
     def _values(self) -> dict[str, Tensor]:
         return {name: value for vector in self._layout for name, value in vector.items()}
 
+    def parts(self, vectors: Sequence[Tensor], column: int) -> list[Tensor]:
+        """The parts of vectors of this layout that a column exchanges: new memory."""
+        return [join(vector, self.segments(i), column) for i, vector in enumerate(vectors)]
+
+    def put(self, parts: Sequence[Tensor], vectors: Sequence[Tensor], column: int) -> None:
+        """Write parts to where :meth:`parts` takes them from."""
+        for i, (part, vector) in enumerate(zip(parts, vectors, strict=True)):
+            spread(part, vector, self.segments(i), column)
+
     def pieces(self, state: Any, column: int, name: str | None = None) -> Any:
         """State, with what a column exchanges in the place of its tensors.
 

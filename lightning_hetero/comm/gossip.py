@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_hetero.comm.all_reduce import ReplicaLinks
+from lightning_hetero.comm.columns import LayoutInColumns
 from lightning_hetero.comm.gossip_peers import (
     EXCHANGE,
     TOKEN_BYTES,
@@ -458,6 +459,66 @@ class PairTransport:
             self._changed.notify_all()
 
 
+class OwnVectors(NamedTuple):
+    """Vectors that no other process sees.
+
+    Attributes:
+        vectors: where this replica writes what it offers.
+    """
+
+    vectors: list[Tensor]
+
+
+class PairsInColumns:
+    """Offers to the peer of a round, as :class:`PairTransport` does, in several columns: the parts go to its ranks.
+
+    If only some parts are exchanged, the others count as equal, so that nothing moves them.
+
+    Args:
+        columns: a transport for each.
+        like: vectors of the sizes and dtypes to come, on the CPU.
+        layout: cuts them into the parts.
+
+    Attributes:
+        outbox: where this rank writes what it offers.
+    """
+
+    def __init__(self, columns: Sequence[PairTransport], like: Sequence[Tensor], layout: LayoutInColumns) -> None:
+        self._columns, self._layout = columns, layout
+        self.outbox = OwnVectors([torch.empty_like(value) for value in like])
+        self._inbox = [torch.empty_like(value) for value in like]
+        self.peers = None  # each column has its own
+
+    def offer(self, weight: float, candidates: Sequence[int], round_number: float) -> None:
+        """Offer what lies in the outbox; see :meth:`PairTransport.offer`."""
+        for number, column in enumerate(self._columns):
+            for place, part in zip(column.outbox.vectors, self._layout.parts(self.outbox.vectors, number), strict=True):
+                place.copy_(part)
+            column.offer(weight, candidates, round_number)
+
+    def result(self, wait: float = 0.0) -> PairResult | None:
+        """The result of the offer, or ``None`` if not all parts have one yet; see :meth:`PairTransport.result`."""
+        until = time.monotonic() + wait
+        found = [column.result(max(until - time.monotonic(), 0.0)) for column in self._columns]
+        return None if None in found else self._whole(found)
+
+    def withdraw(self) -> PairResult | None:
+        """Close the offer, and return what it has brought; see :meth:`PairTransport.withdraw`."""
+        found = [column.withdraw() for column in self._columns]
+        return self._whole(found) if any(found) else None
+
+    def _whole(self, found: Sequence[PairResult | None]) -> PairResult:
+        for number, (column, swap) in enumerate(zip(self._columns, found, strict=True)):
+            self._layout.put(column.outbox.vectors if swap is None else swap.vectors, self._inbox, number)
+        there = [swap for swap in found if swap is not None]
+        return PairResult(there[0].peer, there[0].weight, self._inbox, sum(swap.sent for swap in there))
+
+    def close(self) -> None:
+        """Close all connections; idempotent."""
+        for column in self._columns:
+            column.close()
+
+
 class ReceivedPush(NamedTuple):
     """Push that has come from a peer.
 
@@ -679,29 +740,32 @@ def connect_peers(
     Raises:
         HeteroError: on every rank: some peers cannot be reached, or have another model.
     """
-    token = links.gather(secrets.token_bytes(TOKEN_BYTES))[0]
-    mine = (
-        kind(links.index, Session(token, 1, endpoint.deadline), endpoint.interface, like) if links.is_leader else None
-    )
-    card = None if mine is None else (links.index, mine.peers.address, endpoint.host, mine.outbox.path)
-    cards = [card for card in links.gather_of_replicas(card) if card is not None]
-    problem = _unreachable([(host, address) for _, address, host, _ in cards])
-    if mine is not None and problem is None:
-        mine.peers.know({peer: address for peer, address, *_ in cards})
+    token, layout = links.gather(secrets.token_bytes(TOKEN_BYTES))[0], links.in_columns
+    session, mine = Session(token, 1, endpoint.deadline), dict[tuple[int, ...], T]()
+    for number, ranks in enumerate(links.columns):
+        parts = like if layout is None else layout.parts(like, number)
+        mine[ranks] = kind(links.index, session, endpoint.interface, parts)
+    own = {ranks: (one.peers.address, endpoint.host, one.outbox.path) for ranks, one in mine.items()}
+    everyone = links.gather(own)
+    problem = _unreachable([(host, address) for cards in everyone for address, host, _ in cards.values()])
+    for ranks, one in mine.items() if problem is None else ():
+        cards = {peer: everyone[rank][ranks] for peer, rank in enumerate(ranks)}
+        one.peers.know({peer: address for peer, (address, *_) in cards.items()})
+        near = {peer: path for peer, (_, host, path) in cards.items() if host == endpoint.host and peer != links.index}
         try:
-            mine.set_outboxes(
-                {peer: path for peer, _, host, path in cards if host == endpoint.host and peer != links.index}
-            )
+            one.set_outboxes(near)
         except HeteroError as error:
             problem = error
     problems = links.gather(None if problem is None else str(problem))  # all have opened what they need
-    if mine is not None:
-        mine.outbox.hide()
+    for one in mine.values():
+        one.outbox.hide()
     if any(problems):
-        if mine is not None:
-            mine.close()
+        for one in mine.values():
+            one.close()
         raise problem or DisagreementError(next(text for text in problems if text))
-    return mine
+    if layout is not None:
+        return PairsInColumns(list(mine.values()), like, layout)  # type: ignore[arg-type, return-value]
+    return next(iter(mine.values()), None)
 
 
 def _unreachable(places: Sequence[tuple[str, HostPort]]) -> HeteroError | None:

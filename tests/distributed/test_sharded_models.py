@@ -102,7 +102,7 @@ SYNCHRONOUS: dict[str, dict[str, Any]] = {
     "hetero_gossip_push_sum": {"replica": "node"},
 }
 #: Strings whose ranks exchange all of their shards in one column.
-ONE_COLUMN = ("hetero_easgd_round_robin", "hetero_noloco", "hetero_gossip", "hetero_gossip_push_sum")
+ONE_COLUMN = ("hetero_easgd_round_robin", "hetero_gossip_push_sum")
 SHAPES = {"2x2": [2, 2], "2+1": [2, 1], "1x3": [1, 1, 1]}
 
 
@@ -566,7 +566,12 @@ REFUSED: dict[str, tuple[str, type[Any], dict[str, Any], str]] = {
     "partly": ("hetero_ddp", Partly, {}, "is not sharded, and other parameters are"),
     "elsewhere": ("hetero_ddp", Later, {}, "but not in `configure_model`"),
     "sizes": ("hetero_ddp", ShardedNet, {"data_parallel_size": 2}, "data_parallel_size=2 times"),
-    "gossip": ("hetero_gossip", ShardedNet, {"replica": "node", "ranks_per_node": [2, 1]}, "replicas of one size"),
+    "push": (
+        "hetero_gossip_push_sum",
+        ShardedNet,
+        {"replica": "node", "ranks_per_node": [2, 1]},
+        "replicas of one size",
+    ),
     "auto": ("hetero_auto", ShardedNet, {}, "hetero_auto"),
     "join": (
         "hetero_node",
