@@ -465,10 +465,10 @@ def test_precisions(precision: str, dtype: torch.dtype) -> None:
     assert all(distance(ours[0], each) == 0 for each in ours)
 
 
-def bytes_sent() -> tuple[int, int, int]:
+def bytes_sent(sizes: list[int]) -> tuple[int, int, int]:
     """Bytes that this rank has sent between replicas, exchanges, and values of its shards."""
     module = ShardedNet()
-    strategy = STRATEGIES["hetero_node"](ranks_per_node=2, every_n_steps=2)
+    strategy = STRATEGIES["hetero_node"](ranks_per_node=sizes, every_n_steps=2)
     trainer = pl.Trainer(strategy=strategy, max_steps=8, **FAST)
     trainer.fit(module, DataLoader(dataset(101), batch_size=4))
     shards = sum(p.to_local().numel() for p in module.parameters())
@@ -478,8 +478,9 @@ def bytes_sent() -> tuple[int, int, int]:
     return strategy.traffic.bytes, strategy.traffic.exchanges, shards
 
 
-def test_each_byte_crosses_once() -> None:
-    found = run(bytes_sent, 4)
+@pytest.mark.parametrize("sizes", [[2, 2], [2, 1]])
+def test_each_byte_crosses_once(sizes: list[int]) -> None:
+    found = run(bytes_sent, sum(sizes), sizes)
     whole_model = 8 * 16 + 16 + 16 + 1
     for replica in (found[:2], found[2:]):
         assert sum(shards for *_, shards in replica) == whole_model
@@ -639,7 +640,9 @@ def test_sharded_replicas_go_on_when_one_is_lost(name: str, ranks: int) -> None:
 @pytest.mark.parametrize(
     ("sizes", "lost"), [([2, 1, 1], 2), ([2, 1, 1], 0), ([2, 1, 1], 1), ([2, 1, 1], 3), ([2, 3, 1], 0)]
 )
-@pytest.mark.parametrize("name", ["hetero_node", "hetero_daso", "hetero_diloco", "hetero_easgd", "hetero_eamsgd"])
+@pytest.mark.parametrize(
+    "name", ["hetero_node", "hetero_daso", "hetero_diloco", "hetero_easgd", "hetero_eamsgd", "hetero_noloco"]
+)
 def test_replicas_of_unequal_size_go_on_when_one_is_lost(name: str, sizes: list[int], lost: int) -> None:
     """They exchange other pieces then; what they know of each value, such as its momentum, stays."""
     options = {**SYNCHRONOUS[name], "ranks_per_node": sizes}
@@ -751,7 +754,7 @@ class Thawing(ShardedNet):
 
 
 @pytest.mark.long(after=1)
-@pytest.mark.parametrize("name", ["hetero_ddp", "hetero_node", "hetero_diloco"])
+@pytest.mark.parametrize("name", ["hetero_ddp", "hetero_node", "hetero_diloco", "hetero_noloco"])
 def test_layers_may_be_unfrozen(name: str) -> None:
     options = {} if name == "hetero_ddp" else {**SYNCHRONOUS[name], "ranks_per_node": [2, 1]}
     ours, theirs = (run(fit, 3, name, shards, kind=Thawing, balance="off", **options) for shards in (True, False))
