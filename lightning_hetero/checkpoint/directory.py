@@ -112,7 +112,7 @@ class DirectoryWriter:
 
     @property
     def steps(self) -> list[Callable[[], None]]:
-        """What this rank has to do: the last step of the first rank after all of the others'."""
+        """The work of this rank: the last step of the first rank comes after all of the others'."""
         return [self.write, self.finish] if self._place == 0 else [self.write]
 
     def _made(self) -> None:

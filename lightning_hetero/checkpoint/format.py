@@ -145,7 +145,7 @@ def add_replicas(
 
 
 def shard_names(checkpoint: Mapping[str, Any]) -> tuple[str, ...]:
-    """What the shards of a checkpoint bear in their names: ids of replicas, and places in them where it is sharded."""
+    """The replicas in the names of a checkpoint's shards: their ids, and where models are sharded places in them."""
     saved = section(checkpoint, "replicas")
     if not saved:
         return ()
