@@ -409,7 +409,7 @@ class ReplicaLinks:
 
     @property
     def in_columns(self) -> LayoutInColumns | None:
-        """The way in which this rank's vectors are cut into parts for several columns; ``None``: there is one column."""
+        """The cut of this rank's vectors into parts for several columns; ``None``: there is one column."""
         return None if self._cut is None else LayoutInColumns(self._foreground.layout, self._cut)
 
     def gather(self, value: Any) -> list[Any]:
