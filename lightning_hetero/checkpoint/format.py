@@ -139,8 +139,8 @@ def add_replicas(
     if view.rank == 0:
         ids = [member.id for member in view.replicas]
         names = {"strategy": who.strategy, "algorithm": who.algorithm, "save": save, "ids": ids}
-        sizes = [len(member.ranks) for member in view.replicas]
-        replicas = {**names, "losses": everyone, "sharded": sharded, "sizes": sizes}
+        sizes = {"sizes": [len(member.ranks) for member in view.replicas]} if sharded else {}
+        replicas = {**names, "losses": everyone, "sharded": sharded, **sizes}
         add_section(checkpoint, "replicas", replicas)
 
 
