@@ -1,6 +1,6 @@
 """Gossip: replicas average in pairs, without a center and without a collective."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from torch import Tensor
@@ -50,6 +50,8 @@ class MatchedAverager(RoundGossipAverager, PairAverager):
 
     Source: GoSGD, Blot et al. 2016; GossipGraD, Daily et al. 2018.
     """
+
+    traits = replace(PairAverager.traits, one_column=False)
 
     @override
     def before_step(self, context: StepContext) -> None:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_hetero.comm.columns import LayoutInColumns
 from lightning_hetero.comm.gossip_peers import (
     EXCHANGE,
     MessageKind,
@@ -139,6 +140,10 @@ class PeerTransport(ABC):
     def set_outboxes(self, paths: Mapping[int, str]) -> None:
         """Learn where the peers of this host write their values."""
         self.boxes = others_boxes(self.outbox, paths)
+
+    def lose(self, peer: int) -> None:
+        """Go on without a peer."""
+        self.peers.lose(peer)
 
     def close(self) -> None:
         """Close all connections; idempotent."""
@@ -471,6 +476,70 @@ class PairTransport(PeerTransport):
         elif self._state is _State.ENGAGED:
             self._state = _State.OPEN
         self._changed.notify_all()
+
+
+class OwnVectors(NamedTuple):
+    """Vectors that no other process sees.
+
+    Attributes:
+        vectors: where this replica writes what it offers.
+    """
+
+    vectors: list[Tensor]
+
+
+class PairsInColumns:
+    """Offers to the peer of a round, as :class:`PairTransport` does, in several columns: the parts go to its ranks.
+
+    If only some parts are exchanged, the others count as equal, so that nothing moves them.
+
+    Args:
+        columns: a transport for each.
+        like: vectors of the sizes and dtypes to come, on the CPU.
+        layout: cuts them into the parts.
+
+    Attributes:
+        outbox: where this rank writes what it offers.
+    """
+
+    def __init__(self, columns: Sequence[PairTransport], like: Sequence[Tensor], layout: LayoutInColumns) -> None:
+        self._columns, self._layout = columns, layout
+        self.outbox = OwnVectors([torch.empty_like(value) for value in like])
+        self._inbox = [torch.empty_like(value) for value in like]
+
+    def offer(self, weight: float, candidates: Sequence[int], round_number: float) -> None:
+        """Offer what lies in the outbox; see :meth:`PairTransport.offer`."""
+        for number, column in enumerate(self._columns):
+            for place, part in zip(column.outbox.vectors, self._layout.parts(self.outbox.vectors, number), strict=True):
+                place.copy_(part)
+            column.offer(weight, candidates, round_number)
+
+    def result(self, wait: float = 0.0) -> PairResult | None:
+        """The result of the offer, or ``None`` if not all parts have one yet; see :meth:`PairTransport.result`."""
+        until = time.monotonic() + wait
+        found = [column.result(max(until - time.monotonic(), 0.0)) for column in self._columns]
+        return None if None in found else self._whole(found)
+
+    def withdraw(self) -> PairResult | None:
+        """Close the offer, and return what it has brought; see :meth:`PairTransport.withdraw`."""
+        found = [column.withdraw() for column in self._columns]
+        return self._whole(found) if any(found) else None
+
+    def _whole(self, found: Sequence[PairResult | None]) -> PairResult:
+        for number, (column, swap) in enumerate(zip(self._columns, found, strict=True)):
+            self._layout.put(column.outbox.vectors if swap is None else swap.vectors, self._inbox, number)
+        there = [swap for swap in found if swap is not None]
+        return PairResult(there[0].peer, there[0].weight, self._inbox, sum(swap.sent for swap in there))
+
+    def lose(self, peer: int) -> None:
+        """Go on without a peer."""
+        for column in self._columns:
+            column.lose(peer)
+
+    def close(self) -> None:
+        """Close all connections; idempotent."""
+        for column in self._columns:
+            column.close()
 
 
 class ReceivedPush(NamedTuple):

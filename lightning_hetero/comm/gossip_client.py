@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lightning_hetero.comm.all_reduce import ReplicaLinks
 from lightning_hetero.comm.compression import DTYPES
-from lightning_hetero.comm.gossip import ANY, PairTransport, PushTransport, ReceivedPush
+from lightning_hetero.comm.gossip import ANY, PairsInColumns, PairTransport, PushTransport, ReceivedPush
 from lightning_hetero.comm.gossip_peers import Session
 from lightning_hetero.comm.object_collectives import finite
 from lightning_hetero.comm.transport import KEY_BYTES, HostPort
@@ -120,7 +120,7 @@ class PeerClient(Generic[T]):
         self.links = links
         if self.transport is not None:
             for peer in peers:
-                self.transport.peers.lose(peer)
+                self.transport.lose(peer)
 
     def close(self) -> None:
         """Close all connections; idempotent."""
@@ -290,7 +290,7 @@ class PushClient(PeerClient[PushTransport]):
 
 
 def _connected(kind: type[T], endpoint: Endpoint, links: ReplicaLinks, like: Sequence[Tensor]) -> T | None:
-    """Let the leaders of all replicas know where to reach each other (collective over all ranks).
+    """Let the ranks that exchange, one of each replica, know where to reach each other (collective over all ranks).
 
     Args:
         kind: class of the transport.
@@ -304,27 +304,32 @@ def _connected(kind: type[T], endpoint: Endpoint, links: ReplicaLinks, like: Seq
     Raises:
         HeteroError: on every rank: some peers cannot be reached, or have another model.
     """
-    token = links.gather(secrets.token_bytes(KEY_BYTES))[0]
-    mine = kind(links.index, Session(token, endpoint.deadline), endpoint.interface, like) if links.is_leader else None
-    card = None if mine is None else (links.index, mine.peers.address, endpoint.host, mine.outbox.path)
-    cards = [card for card in links.gather_of_replicas(card) if card is not None]
-    problem = _unreachable([(host, address) for _, address, host, _ in cards])
-    if mine is not None and problem is None:
-        mine.peers.know({peer: address for peer, address, *_ in cards})
+    token, layout = links.gather(secrets.token_bytes(KEY_BYTES))[0], links.in_columns
+    session, mine = Session(token, endpoint.deadline), dict[tuple[int, ...], T]()
+    for number, ranks in enumerate(links.columns):
+        parts = like if layout is None else layout.parts(like, number)
+        mine[ranks] = kind(links.index, session, endpoint.interface, parts)
+    own = {ranks: (one.peers.address, endpoint.host, one.outbox.path) for ranks, one in mine.items()}
+    everyone = links.gather(own)
+    problem = _unreachable([(host, address) for cards in everyone for address, host, _ in cards.values()])
+    for ranks, one in mine.items() if problem is None else ():
+        cards = {peer: everyone[rank][ranks] for peer, rank in enumerate(ranks)}
+        one.peers.know({peer: address for peer, (address, *_) in cards.items()})
+        near = {peer: path for peer, (_, host, path) in cards.items() if host == endpoint.host and peer != links.index}
         try:
-            mine.set_outboxes(
-                {peer: path for peer, _, host, path in cards if host == endpoint.host and peer != links.index}
-            )
+            one.set_outboxes(near)
         except HeteroError as error:
             problem = error
     problems = links.gather(None if problem is None else str(problem))  # all have opened what they need
-    if mine is not None:
-        mine.outbox.hide()
+    for one in mine.values():
+        one.outbox.hide()
     if any(problems):
-        if mine is not None:
-            mine.close()
+        for one in mine.values():
+            one.close()
         raise problem or DisagreementError(next(text for text in problems if text))
-    return mine
+    if layout is not None:
+        return PairsInColumns(list(mine.values()), like, layout)  # type: ignore[arg-type, return-value]
+    return next(iter(mine.values()), None)
 
 
 def _unreachable(places: Sequence[tuple[str, HostPort]]) -> HeteroError | None:

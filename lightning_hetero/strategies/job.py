@@ -356,7 +356,8 @@ class JobStrategy(DDPStrategy):
         self._settle_plan()
         known = PlanningState.of(self.accounting.planner)
         value_of_rank(known, source).apply_to(self.accounting.planner)
-        past.end(before.view.ids, self.accounting.planner, repartition.start)
+        sharing = before.view.data_parallel(self.options.tensor_parallel)
+        past.end(sharing.ids, self.accounting.planner, repartition.start)
         self.columns = None
         self.build(job, repartition)
         self.engine.take_over(engine, [before.view.index_of(member.id) for member in job.view.replicas])

@@ -248,12 +248,11 @@ class Options:
         one_of("start_method", self.start_method, ("popen", "spawn", "fork", "forkserver"))
         one_of("within", self.within, get_args(Within))
         one_of("between", self.between, get_args(Between))
-        if self.tensor_parallel > 1 and (self.on_peer_loss == "continue" or self.max_batch_size == "auto"):
-            what = "on_peer_loss='continue'" if self.on_peer_loss == "continue" else "max_batch_size='auto'"
+        if self.tensor_parallel > 1 and self.max_batch_size == "auto":
             raise ConfigurationError(
-                f"tensor_parallel_size={self.tensor_parallel_size} with {what}: ranks that get the same samples cannot "
-                "do that yet. Use tensor_parallel_size=1, under which fully_shard splits the model; or leave the other "
-                "option out."
+                f"tensor_parallel_size={self.tensor_parallel_size} with max_batch_size='auto': ranks that get the same "
+                "samples cannot do that yet. Use tensor_parallel_size=1, under which fully_shard splits the model; or "
+                "give max_batch_size numbers."
             )
         if self.between == "nccl" and self.on_peer_loss == "continue":
             raise ConfigurationError(
@@ -389,11 +388,13 @@ class Options:
 
         Args:
             world: number of ranks.
-            ids: of each rank, its place in the lists that the user gave. Default: its number.
+            ids: of each rank, its number when the job began, by which it has its place in the lists that the user gave.
+                Default: its number.
         """
 
         def of(given: Any) -> Any:
-            return [given[id] for id in ids] if isinstance(given, list) and ids is not None else given
+            places = None if ids is None else [id // self.tensor_parallel for id in ids]
+            return [given[place] for place in places] if isinstance(given, list) and places is not None else given
 
         high = None if self.max_batch_size == "auto" else self.max_batch_size
         return Planner(world, of(self.balance), of(self.min_batch_size), of(high))
