@@ -151,6 +151,10 @@ class Plan:
         shares = _split(*task) if turn is None else rotating_shares(_exact(*task), turn)
         return [[share * (size // units) for share in shares] for size in sizes]
 
+    def held_back(self, total: int) -> bool:
+        """Whether a rank would take more of a batch if it were trusted with that."""
+        return self.split([total]) != replace(self, reach=()).split([total])
+
     def passes(self, shares: Sequence[int]) -> list[int]:
         """The passes in which each rank runs its share of a batch."""
         return [passes(share, most) for share, most in zip(shares, self.high, strict=True)]
@@ -329,8 +333,8 @@ class Planner:
         too_slow: the ranks without which the job would be faster, by the latest reports.
     """
 
-    #: Noise that is expected before any has been seen, as a fraction of a rank's time.
-    DOUBT = 0.25
+    #: Noise that is expected before any has been seen, as a fraction of a rank's time: three steps tell no more.
+    DOUBT = 0.3
     #: Observations over which doubt fades. Each re-split that has to be taken back doubles them.
     PATIENCE = 8
     #: Observations within which a re-split must have made steps shorter, or it is taken back.
@@ -547,7 +551,8 @@ class Planner:
         self._before = self._trial, self._doubt, self._patience
         if not latest.by_samples and self._misled(reports):
             self._trial = None
-            return replace(latest, by_samples=True)
+            even = (Cost(0.0, 1.0),) * self.world  # what was measured by cost says little of samples
+            return replace(latest, costs=even, by_samples=True)
         return self._judged() or self._better(latest, reports)
 
     def _misled(self, reports: Sequence[Report]) -> bool:
@@ -618,8 +623,11 @@ class Planner:
         while looks and sum(look.shortest for look in looks) > since:
             del looks[0]  # it began before the latest change of a rank's speed
         part = self.CORRECT if looks and present != level else 1.0  # that ranks differ is sure, and a trial follows
-        if not self._pays(present, wanted, paid, [max(self._doubt, part * x) for x in noise]):
+        rest = looks and present != level and self._trial is None and latest.held_back(self.total)
+        if not self._pays(present, wanted, paid, [0.0 if rest else max(self._doubt, part * x) for x in noise]):
             return None
+        if rest:
+            return best  # of a split that has proved itself, as far as ranks were trusted
         if looks:
             gain = makespan(present, paid) - makespan(wanted, paid)
             self._trial = SplitTrial(latest, step_seconds(looks) - gain / 2)
