@@ -150,12 +150,13 @@ class HeteroFabricStrategy(DDPStrategy):
 
     def _fetching(self, loader: "_SharedLoader", training: bool) -> None:
         """A batch is about to be fetched, or training on a loader begins or ends."""
-        self._end_batch(loader)
-        self._evaluated |= not training
+        if training or self._went_back:
+            self._end_batch(loader)
+        if not training or self._evaluated:
+            self.timer.restart()  # evaluation is no part of a training batch
+        self._evaluated = not training
         if training:
-            if self._evaluated:
-                self.timer.restart()  # evaluation is no part of a training batch
-            self._evaluated, self._running = False, loader
+            self._running = loader
             self.timer.fetching()
 
     def _fetched(self) -> None:

@@ -77,6 +77,9 @@ def program(
     for _ in range(epochs):
         for i, (x, y, _, indices) in enumerate(train, start=1):
             state["iteration"] += 1
+            if i == 3:  # before the batch is trained on
+                with torch.no_grad():
+                    next(iter(validated))
             accumulating = i % ACCUMULATED != 0
             sleep((0.01 + 0.004 * len(x)) * (1 + 2 * rank()))
             with fabric.no_backward_sync(model, enabled=accumulating):
