@@ -1,5 +1,6 @@
 """``hetero_ddp`` under Fabric: a loop as LitGPT's comes to what one process comes to; what is refused."""
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 from virtual_time import virtual_time
 
 from lightning_hetero import HeteroFabricStrategy
-from lightning_hetero.errors import DataError, UnsupportedError
+from lightning_hetero.errors import CommunicationError, DataError, UnsupportedError
 
 SAMPLES, BATCH, ACCUMULATED = 101, 12, 2
 
@@ -61,13 +62,14 @@ def program(
     sleep: Callable[[float], None] = lambda seconds: None,
 ) -> dict[str, Any]:
     """A loop in the manner of LitGPT's: accumulation without synchronisation, clipping, validation, checkpoints."""
-    fabric = Fabric(strategy=strategy, accelerator="cpu", devices=2)
+    fabric = Fabric(strategy=strategy, accelerator="cpu", devices=int(os.environ["WORLD_SIZE"]))
     fabric.launch()
     data = dataset(SAMPLES)
     model = network()
     model, optimizer = fabric.setup(model, optimizer_of(model))
     train, validated = fabric.setup_dataloaders(
-        DataLoader(data, batch_size=BATCH // 2, shuffle=True, num_workers=workers), DataLoader(data, batch_size=7)
+        DataLoader(data, batch_size=BATCH // fabric.world_size, shuffle=True, num_workers=workers),
+        DataLoader(data, batch_size=7),
     )
     state = {"model": model, "optimizer": optimizer, "iteration": 0}
     if path and not saves:
@@ -125,6 +127,27 @@ def test_a_loop_comes_to_what_one_process_comes_to(balance: Any, options: Any) -
     assert first["steps"] == second["steps"] == 18
     if balance == [3.0, 1.0]:
         assert [len(found["seen"][0]) for found in (first, second)] == [9, 3]
+
+
+def test_a_single_rank_is_one_process() -> None:
+    [found] = run(_program, 1, "auto", {})
+    assert error(found["values"], one_process([0, 1])) < 1e-12
+    assert found["evaluated"] == list(range(SAMPLES))
+
+
+def _fails() -> None:
+    def fail(seconds: float) -> None:
+        if rank() == 1:
+            raise ValueError("of rank 1")
+
+    program(fixed("auto"), 1, sleep=fail)
+
+
+def test_a_rank_that_fails_ends_the_others() -> None:
+    first, second = attempt(_fails, 2, timeout=120)
+    assert isinstance(first.error, CommunicationError), first.trace
+    assert "rank 1" in str(first.error)
+    assert isinstance(second.error, ValueError)
 
 
 def _program(balance: Any, options: dict[str, Any], **more: Any) -> dict[str, Any]:
