@@ -20,7 +20,7 @@ from typing_extensions import override
 from lightning_hetero import lightning_compat
 from lightning_hetero.batching.accounting import BatchAccounting
 from lightning_hetero.batching.planner import Planner
-from lightning_hetero.batching.sampler import Position, ShareSampler, check_enough, has_own_batches, is_sharded
+from lightning_hetero.batching.sampler import Position, check_enough, has_own_batches, is_sharded
 from lightning_hetero.batching.timer import StepTimer
 from lightning_hetero.batching.weights import gradient_weight, preserve_buffers, zero_backward
 from lightning_hetero.checkpoint.format import add_plan, restore_plan
@@ -30,7 +30,7 @@ from lightning_hetero.comm.job import Job, RendezvousAddress, join_world
 from lightning_hetero.comm.topology import address_of, interface_towards, place_of
 from lightning_hetero.errors import ConfigurationError, HeteroError, UnsupportedError, not_none
 from lightning_hetero.launch.environment import hostname
-from lightning_hetero.strategies.loaders import Loaders, described, with_batch_sampler
+from lightning_hetero.strategies.loaders import Loaders, described
 from lightning_hetero.strategies.options import Options
 from lightning_hetero.strategies.replica_ddp import ReplicaDDP, use_shared_memory_allreduce
 from lightning_hetero.strategies.training_step import mark_sizes_dynamic
@@ -104,8 +104,14 @@ class HeteroFabricStrategy(DDPStrategy):
         self.timer.move_to(self.root_device)
         planner, ranks = options.planner(world), self.job.view.replica.ranks
         planner.one_pass = "Fabric runs a batch at once."
-        make = partial(_FabricLoaders, rank, ranks, global_batch_size=options.global_batch_size)
-        self.loaders, self.evaluating = make(planner, self._begin_pass), make(Planner(world, "off"), self._begin_pass)
+
+        def loaders(plans: Planner) -> Loaders:
+            broadcast, size = partial(value_of_rank, rank=0), options.global_batch_size
+            return Loaders(
+                rank, ranks, plans, self._begin_pass, broadcast, _no_peers, lambda _: 1.0, size, False, False
+            )
+
+        self.loaders, self.evaluating = loaders(planner), loaders(Planner(world, "off"))
         gathering = AsyncAllGather(self.job.report_group(), 1)
         self.accounting = BatchAccounting(planner, self.timer, self.loaders, ranks, self.job.small_group, gathering)
         self.loaders.combined = lambda: SimpleNamespace(  # type: ignore[assignment, return-value]
@@ -140,7 +146,9 @@ class HeteroFabricStrategy(DDPStrategy):
         check_equal("a dataloader", described(dataloader, "map", agreed=False))
         check_enough(len(dataloader.dataset), self.world_size, "given")  # type: ignore[arg-type]
         evaluated = self.evaluating.evaluation(copy.copy(dataloader), "evaluation")
-        return _SharedLoader(dataloader, self.loaders.shared(dataloader), evaluated, self._fetching, self._fetched)
+        return _SharedLoader(
+            dataloader, self.loaders.in_shares(copy.copy(dataloader)), evaluated, self._fetching, self._fetched
+        )
 
     def _begin_pass(self) -> Position:
         running = not_none(self._running, "the loader that trains")
@@ -268,24 +276,6 @@ class _FabricDDP(ReplicaDDP):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         with preserve_buffers(self.module) if self._is_padding() else nullcontext():
             return super().forward(*args, **kwargs)
-
-
-class _FabricLoaders(Loaders):
-    """The loaders of a Fabric program, of which one trains at a time."""
-
-    def __init__(
-        self, rank: int, ranks: tuple[int, ...], planner: Planner, begin: Callable[[], Position], global_batch_size: Any
-    ) -> None:
-        super().__init__(rank, ranks, planner, begin, lambda order: value_of_rank(order, 0), _no_peers, lambda _: 1.0,
-                         global_batch_size, sized_by_user=False, balance_iterable=False)  # fmt: skip
-
-    def shared(self, loader: DataLoader) -> Any:
-        """The same loader, which yields this rank's shares."""
-        self.planner.expect(self._batch_size(loader))
-        batches = self._batches(loader, evaluation=False)
-        sampler = ShareSampler(batches, self.rank, self.replica, self._begin, self._cut)
-        sampler.padding = self.planner.least
-        return with_batch_sampler(copy.copy(loader), sampler)
 
 
 def _no_peers(length: int | None) -> Any:
