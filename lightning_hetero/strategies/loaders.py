@@ -396,6 +396,14 @@ class Loaders:
         )
         return BatchCosts(costs, 0.0 if self._by_samples else mean)
 
+    def in_shares(self, loader: DataLoader) -> Any:
+        """Make a loader of a map-style dataset yield this rank's shares by number of samples, each in one pass."""
+        self.planner.expect(self._batch_size(loader))
+        batches = self._batches(loader, evaluation=False)
+        sampler = ShareSampler(batches, self.rank, self.replica, self._begin, self._cut)
+        sampler.padding = self.planner.least
+        return with_batch_sampler(loader, sampler)
+
     # -- what was drawn ----------------------------------------------------------------------------
 
     def sources(self) -> list[LoaderSource]:

@@ -76,7 +76,7 @@ def test_all_ranks_keep_the_same_history_and_rank_zero_logs_it() -> None:
     record, (_, metrics) = history[1], rows[1]
     assert set(metrics) == {
         f"hetero/{name}/rank{i}" for name in ("share", "samples_per_s", "compute_s", "wait_s") for i in (0, 1)
-    } | {"hetero/samples_per_s", "hetero/waiting"}
+    } | {f"hetero/{name}" for name in ("samples_per_s", "waiting", "ranks", "replicas")}
     assert metrics["hetero/share/rank0"] == 6
     assert metrics["hetero/samples_per_s/rank1"] == pytest.approx(2 / record.compute[1])
     step = (sum(record.compute) + sum(record.wait)) / 2
