@@ -70,7 +70,9 @@ def _report(error: BaseException, me: int, who: str) -> str:
         if cause is not None and not isinstance(error, MembershipLostError):
             if _observe is not None:
                 _observe()
-            failures.told(cause.rank, _PATIENCE)
+            first = cause.rank if cause.kind == "failed" else 0  # which knows how its own processes have ended
+            if first != me:
+                failures.told(first, _PATIENCE)
             return f"lightning_hetero: {who} ended because {cause}.\n"
     elif known and known[0].rank != me:
         failures.told(known[0].rank, _PATIENCE)

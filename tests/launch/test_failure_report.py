@@ -35,8 +35,8 @@ if how == "hooked":
         print("HOOK", file=sys.stderr)
         print("a logger has heard of it")
     sys.excepthook = hook
-trainer = pl.Trainer(strategy="hetero_ddp", accelerator="cpu", devices=2, max_epochs=1, limit_val_batches=0, logger=False,
-                     enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
+trainer = pl.Trainer(strategy="hetero_ddp", accelerator="cpu", devices=2, max_epochs=1, limit_val_batches=0,
+                     logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
 if how == "caught":
     how = "one"
     try:
@@ -53,13 +53,16 @@ def _printed(folder: Path, how: str, status: int = 1) -> list[str]:
     (folder / "train.py").write_text(SCRIPT)
     found = run_script(folder / "train.py", how, folder=folder, ranks=2)
     assert [one for one, _ in found] == [status] * 2, found
-    return [text[text.find("lightning_hetero: rank") :] if "lightning_hetero: rank" in text else text for _, text in found]
+    return [
+        text[text.find("lightning_hetero: rank") :] if "lightning_hetero: rank" in text else text for _, text in found
+    ]
 
 
 def test_the_rank_that_failed_prints_its_traceback_and_the_other_one_line(tmp_path: Path) -> None:
     echo, cause = _printed(tmp_path, "one")
     assert re.fullmatch(
-        r"lightning_hetero: rank 0 of 2 on \S+ ended because rank 1 failed with ValueError: a fault in the step\.\n", echo
+        r"lightning_hetero: rank 0 of 2 on \S+ ended because rank 1 failed with ValueError: a fault in the step\.\n",
+        echo,
     )
     lines = cause.splitlines()
     assert re.fullmatch(r"lightning_hetero: rank 1 of 2 on \S+ failed:", lines[0])
@@ -75,14 +78,18 @@ def test_the_rank_that_failed_prints_its_traceback_and_the_other_one_line(tmp_pa
 
 def test_of_ranks_that_fail_alike_one_prints_the_traceback(tmp_path: Path) -> None:
     texts = sorted(_printed(tmp_path, "alike"), key=len)
-    assert re.fullmatch(r"lightning_hetero: rank (\d) of 2 on \S+ ended with the same error as rank (?!\1)\d\.\n", texts[0])
+    assert re.fullmatch(
+        r"lightning_hetero: rank (\d) of 2 on \S+ ended with the same error as rank (?!\1)\d\.\n", texts[0]
+    )
     assert texts[1].count("Traceback") == 1
 
 
 def test_another_error_is_told_in_short_with_a_file(tmp_path: Path) -> None:
     other, first = sorted(_printed(tmp_path, "different"), key=len)
     assert first.count("Traceback") == 1
-    found = re.fullmatch(r"lightning_hetero: rank \d of 2 on \S+ failed, too, with (.+) \(train.py:\d+\)\. Its traceback: (.+)\n", other)
+    found = re.fullmatch(
+        r"lightning_hetero: rank \d of 2 on \S+ failed, too, with (.+) \(train.py:\d+\)\. Its traceback: (.+)\n", other
+    )
     assert found is not None, other
     text = Path(found[2]).read_text()
     Path(found[2]).unlink()
@@ -167,7 +174,9 @@ def test_what_an_error_came_from_is_shown_likewise() -> None:
     assert not whole
 
 
-def test_torchrun_gets_the_error_unless_the_program_has_told_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torchrun_gets_the_error_unless_the_program_has_told_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     file = tmp_path / "error.json"
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
     failure_report._tell_torchrun(_raised(_within_libraries, ValueError("no")), "rank 1 of 2 on here")
