@@ -114,6 +114,8 @@ def _parser() -> argparse.ArgumentParser:
         "--batch-size", type=_at_least_one, default=64, help="of each rank, for the built-in model (%(default)s)"
     )
     doctor.add_argument("--timeout", type=_seconds, default=60.0, help="longest wait for a rank, in s (%(default)s)")
+    doctor.add_argument("--interface", help="network interface towards the others, such as wg0, as for the strategies")
+    doctor.add_argument("--ports", help="range of ports to listen in, such as 29500-29540, as for the strategies")
     doctor.add_argument("--save", type=Path, help="write what was measured to this file, for plan --from")
     doctor.add_argument(
         "--selftest",
