@@ -124,7 +124,7 @@ class Setting(NamedTuple):
 
     @property
     def price(self) -> tuple[object, ...]:
-        """What makes replicas drift apart, or leaves devices idle; the most serious first, less is better."""
+        """Price of the speed, less is better: idle devices, then what makes replicas drift apart, the most serious first."""
         one = self.prediction
         return (
             len(self.left_out),
