@@ -124,7 +124,7 @@ class Setting(NamedTuple):
 
     @property
     def price(self) -> tuple[object, ...]:
-        """Price of the speed, less is better: idle devices, then what makes replicas drift apart, the most serious first."""
+        """Price of the speed, less is better: idle devices, then what makes replicas drift apart."""
         one = self.prediction
         return (
             len(self.left_out),
