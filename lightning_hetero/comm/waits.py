@@ -120,12 +120,17 @@ def _call(frame: FrameType | None) -> str:
     called = ""
     while frame is not None:
         code = frame.f_code
-        if frame.f_globals.get("__name__", "").partition(".")[0] not in _LIBRARIES:
+        if is_of_user(frame):
             return f"{called or code.co_name} ({os.path.basename(code.co_filename)}:{frame.f_lineno})"
         if not code.co_name.startswith(("_", "<")) and "wrapper" not in code.co_name:
             called = code.co_name
         frame = frame.f_back
     return ""
+
+
+def is_of_user(frame: FrameType) -> bool:
+    """Whether a frame is of the user's program, or of a package that it uses beside PyTorch and Lightning."""
+    return frame.f_globals.get("__name__", "").partition(".")[0] not in _LIBRARIES
 
 
 def caller() -> str:

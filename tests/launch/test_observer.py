@@ -45,8 +45,9 @@ def alive(pid: int) -> bool:
 
 
 def test_a_job_that_does_not_end_by_itself_is_killed_after_the_grace(tmp_path: Path) -> None:
-    outcome, said = observed(tmp_path, "os._exit(3)", grace=0.5, ends=False)
-    assert "local rank 1 ended with exit code 3; its own error, if it had one, is above. The other ranks have" in said
+    outcome, said = observed(tmp_path, "os._exit(3)", grace=0.4, ends=False)
+    assert "local rank 1 ended with exit code 3; its own error, if it had one, is above." in said
+    assert "local rank 1 ended with exit code 3, and 0 s later the other ranks of this machine still run" in said
     assert outcome.exitcode == -signal.SIGKILL
     assert "still running" not in outcome.trace  # not killed by this test
     assert not alive(int((tmp_path / "other").read_text()))
@@ -67,6 +68,9 @@ class _Environment:
 
     def validate_settings(self, **_: int) -> None:
         pass
+
+    def global_rank(self) -> int:
+        return 0
 
 
 def _launched(folder: Path, children: list[str], survive: bool) -> None:
