@@ -103,8 +103,8 @@ def test_what_is_kept_and_logged_whatever_the_fit() -> None:
     assert first["a stream"]["history"][0][1] == (4, 4)
     assert [row[0] for row in first["epochs"]["history"]] == [3, 4, 8, 16, 25, 33, 41, 49, 57]  # once, of 60 steps
     # Batches are counted; what is logged is logged at optimizer steps.
-    assert [row[0] for row in first["accumulation"]["history"]] == [5, 9, 13, 17]
-    assert [step for step, _ in rows_with(first["accumulation"], "hetero/waiting")] == [2, 4, 6, 8]
+    assert [row[0] for row in first["accumulation"]["history"]] == [3, 4, 8, 13, 16]
+    assert [step for step, _ in rows_with(first["accumulation"], "hetero/waiting")] == [1, 3, 6, 7]
 
 
 def test_other_strategies_are_refused() -> None:
