@@ -116,6 +116,11 @@ class GossipAverager(Averager, Generic[T]):
     @override
     def absorb_arrived(self, lost: Sequence[int]) -> None:
         self.client.lose(lost, self.links)
+        for counts in (self.met, self.missed):  # in place: the client counts on
+            of_survivors = [count for peer, count in sorted(counts.items()) if peer not in lost]
+            numbers = [peer - sum(gone < peer for gone in lost) for peer in sorted(counts) if peer not in lost]
+            counts.clear()
+            counts.update(dict(zip(numbers, of_survivors, strict=True)))
         self.before_save()
 
     @override

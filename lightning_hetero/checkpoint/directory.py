@@ -5,7 +5,6 @@ number of ranks, and all else in ``meta.pt``. Lightning's ``ModelParallelStrateg
 """
 
 import os
-import pickle
 import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,7 +31,7 @@ from torch.optim import Optimizer
 from lightning_hetero.checkpoint.format import explain_unreadable
 from lightning_hetero.checkpoint.writer import atomic_write
 from lightning_hetero.comm.agreement import gather
-from lightning_hetero.comm.object_collectives import portable
+from lightning_hetero.comm.object_collectives import pack_value, portable, unpack_value
 from lightning_hetero.errors import CheckpointError
 from lightning_hetero.replicas.sharding import in_shards, is_dtensor
 
@@ -129,7 +128,7 @@ class DirectoryWriter:
         """
         with _not_saved(self._target):
             results = self._files.write_data(self._plan, self._planner).wait()
-            self._written[self._place].write_bytes(pickle.dumps(results))
+            self._written[self._place].write_bytes(pack_value(results))
 
     def finish(self) -> None:
         """Write what all ranks have in common, and give the directory its name; on the first rank, after all others.
@@ -138,7 +137,7 @@ class DirectoryWriter:
             CheckpointError: it cannot be written. A checkpoint that was there before is unchanged.
         """
         with _not_saved(self._target):
-            self._files.finish(self._index, [pickle.loads(file.read_bytes()) for file in self._written])
+            self._files.finish(self._index, [unpack_value(file.read_bytes()) for file in self._written])
             for shards in self._written:
                 shards.unlink()
             with atomic_write(self._half / META) as file:

@@ -26,9 +26,7 @@ def push_sum(module: nn.Module) -> PushSumAverager:
 
 
 def alone(found: GossipAverager, module: nn.Module, skip: bool = False) -> None:
-    links: Any = SimpleNamespace(
-        index=0, count=2, is_leader=False, gather=lambda value: [value], gather_of_replicas=lambda value: []
-    )
+    links: Any = SimpleNamespace(index=0, count=2, columns=[], in_columns=None, gather=lambda value: [value])
     found.links, found.run = links, FitInfo(skip=skip)
     found.replica = Replica(module)
     found._packed = found.replica.pack()
@@ -98,7 +96,10 @@ def test_what_came_before_a_replica_was_lost_counts_after_it() -> None:
     box: list[ReceivedPush] = []
     client: Any = one.client
     client.lose, client.waiting, client.restore = lambda *_: None, lambda: [come], box.extend
+    one.met.update({1: 3, 2: 5})
+    one.missed.update({0: 1, 1: 2})
     one.absorb_arrived([1])
+    assert (one.met, one.missed) == ({1: 5}, {0: 1})  # who was the third is the second now
     one.after_restore()  # with the connections of those that remain
     assert [push.peer for push in box] == [-1]  # whose numbers are others
     one._learn(one.pack(), [12])
