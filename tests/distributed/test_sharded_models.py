@@ -16,11 +16,12 @@ from tasks import FAST, Killed, Net, TokenNet, dataset
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_hetero import SharedStream
+from lightning_hetero import HeteroMonitor, SharedStream
 from lightning_hetero.errors import CheckpointError, HeteroError, NotFiniteError, UnsupportedError
 from lightning_hetero.strategies.table import ENTRIES
 
@@ -555,15 +556,26 @@ class Later(Sharded, Net):
         fully_shard(self.net, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
 
 
-class ReadsSizes(Sharded, Net):
-    """As a module for a job of four ranks that Lightning's strategy would start."""
+class OverThreeDimensions(Sharded, Net):
+    def configure_model(self) -> None:
+        mesh = init_device_mesh("cpu", (1, 1, dist.get_world_size()))
+        for layer in self.net:
+            for name, value in list(layer.named_parameters()):
+                shards = distribute_tensor(value.detach(), mesh, [Replicate(), Replicate(), Shard(0)])
+                layer.register_parameter(name, nn.Parameter(shards))
+
+
+class ReadsSizes(ShardedNet):
+    """As a module for replicas of two ranks that Lightning's strategy would start."""
 
     def configure_model(self) -> None:
-        assert self.device_mesh["data_parallel"].size() == 4, "this module is for four ranks"
+        assert self.device_mesh["data_parallel"].size() == 2, "this module is for two ranks"
+        super().configure_model()
 
 
 REFUSED: dict[str, tuple[str, type[Any], dict[str, Any], str]] = {
     "over the world": ("hetero_node", OverTheWorld, {"ranks_per_node": [2, 1]}, "is sharded over ranks"),
+    "three dimensions": ("hetero_ddp", OverThreeDimensions, {}, "over a mesh of 3 dimensions, (1, 1, 3). Use self."),
     "partly": ("hetero_ddp", Partly, {}, "is not sharded, and other parameters are"),
     "elsewhere": ("hetero_ddp", Later, {}, "but not in `configure_model`"),
     "sizes": ("hetero_ddp", ShardedNet, {"data_parallel_size": 2}, "data_parallel_size=2 times"),
@@ -590,6 +602,15 @@ def test_what_cannot_be_is_refused_on_every_rank(case: str) -> None:
     for outcome in attempt(fit, 3, name, kind=kind, timeout=60, **options):
         assert isinstance(outcome.error, HeteroError), outcome.trace
         assert message in str(outcome.error)
+
+
+@pytest.mark.parametrize("nodes", [[3], [2, 1]], ids=["all", "one rank"])
+def test_a_module_for_other_sizes_ends_with_its_own_error_on_every_rank(nodes: list[int]) -> None:
+    name, options = ("hetero_node", {"ranks_per_node": nodes}) if len(nodes) > 1 else ("hetero_ddp", {})
+    for rank, outcome in enumerate(attempt(fit, 3, name, kind=ReadsSizes, timeout=60, **options)):
+        assert isinstance(outcome.error, AssertionError if nodes == [3] or rank == 2 else HeteroError), outcome.trace
+        assert "this module is for two ranks" in str(outcome.error)
+        assert "training_step" not in outcome.trace
 
 
 @pytest.mark.long(after=1)
@@ -641,11 +662,14 @@ def test_sharded_replicas_go_on_when_one_is_lost(name: str, ranks: int) -> None:
     ("sizes", "lost"), [([2, 1, 1], 2), ([2, 1, 1], 0), ([2, 1, 1], 1), ([2, 1, 1], 3), ([2, 3, 1], 0)]
 )
 @pytest.mark.parametrize(
-    "name", ["hetero_node", "hetero_daso", "hetero_diloco", "hetero_easgd", "hetero_eamsgd", "hetero_noloco"]
+    "name",
+    ["hetero_node", "hetero_daso", "hetero_diloco", "hetero_easgd", "hetero_eamsgd", "hetero_noloco", "hetero_gossip"],
 )
 def test_replicas_of_unequal_size_go_on_when_one_is_lost(name: str, sizes: list[int], lost: int) -> None:
     """They exchange other pieces then; what they know of each value, such as its momentum, stays."""
     options = {**SYNCHRONOUS[name], "ranks_per_node": sizes}
+    if name == "hetero_gossip":
+        options |= {"every_n_steps": 4, "overlap": False}  # so that no offer is under way then
     ours, theirs = (attempt(survived, sum(sizes), name, shards, lost, **options) for shards in (True, False))
     firsts = [sum(sizes[:i]) for i in range(len(sizes) + 1)]
     gone = next(range(a, b) for a, b in itertools.pairwise(firsts) if lost in range(a, b))
@@ -720,6 +744,24 @@ def test_ranks_that_split_layers_go_on_when_others_are_lost(name: str, size: int
     for outcome in ours[:size]:
         assert distance(outcome.value[0], weights) < 1e-10
         assert outcome.value[1:] == (size, exchanges)
+
+
+def watched(folder: str) -> Any:
+    """Ranks and shares as the monitor has seen them, of two replicas of two ranks each that split layers."""
+    monitor = HeteroMonitor(report=folder)
+    options: dict[str, Any] = {"ranks_per_node": [2, 2], "tensor_parallel_size": 2, "balance": [3.0, 1.0]}
+    strategy = STRATEGIES["hetero_node"](every_n_steps=3, **options)
+    trainer = pl.Trainer(strategy=strategy, max_epochs=1, callbacks=[monitor], **FAST)
+    trainer.fit(TensorParallel(), DataLoader(dataset(101), batch_size=4))
+    dist.barrier()
+    return [(record.ranks, record.shares) for record in monitor.history]
+
+
+def test_the_monitor_counts_pairs_that_split_layers_by_their_first_ranks(tmp_path: Any) -> None:
+    for seen in run(watched, 4, str(tmp_path)):
+        assert seen
+        assert set(seen) == {((0, 2), (6, 2))}
+    assert (tmp_path / "report.html").exists()
 
 
 @pytest.mark.long(after=1)
