@@ -158,7 +158,7 @@ def test_those_that_remain_go_on_saving(lost: int, tmp_path: Path) -> None:
         assert torch.equal(one["weights"], left[0]["weights"])
         names = [name for name in one["files"] if not name.endswith(".shards")]
         assert len(names) == 2, names
-        assert names[1].endswith("-complete.ckpt")
+        assert sum(name.endswith("-complete.ckpt") for name in names) == 1, names
     again = run(sharded, 2, str(tmp_path), kind, nodes=[1, 1], **options)
     for one in again:
         assert one["seen"] == []
