@@ -386,6 +386,7 @@ class Planner:
         self._look = StepTimes()  # since the latest one
         self._looks: list[StepTimes] = []  # under the plan in force
         self._doubt, self._patience = self.DOUBT, self.PATIENCE
+        self._restored = False  # the plan in force is that of a checkpoint
         self._trial: SplitTrial | None = None
         self._before: tuple[SplitTrial | None, float, int] = (
             self._trial,
@@ -617,6 +618,8 @@ class Planner:
         present, wanted, level = (plan.split([self.total])[0] for plan in (latest, best, even))
         paid = stepwise(self.total, costs, latest.high)
         if not self._pays(level, wanted, paid, [self.STAY * x for x in noise]):
+            if self._restored and len(self._looks) < 2:
+                return None  # one stretch of time says too little against it
             self._trial = None
             return None if present == level else even
         looks, since = list(self._looks), min(r.since for r in reports)
@@ -661,6 +664,7 @@ class Planner:
         costs = tuple(cost_of(*cost) for cost in state["costs"])
         by_samples = state.get("by_samples", False)
         self.plans = [Plan(0, costs, self._low, self.high, tuple(state["reach"]), self._need, by_samples)]
+        self._restored = True
         self.most = list(state["most"])
 
     def _note(self, shares: Sequence[int]) -> None:
