@@ -30,7 +30,7 @@ from lightning_hetero.batching.plan_agreement import (
     plan_as_row,
     plan_from_row,
 )
-from lightning_hetero.batching.planner import Plan, Planner, Repartition, Report
+from lightning_hetero.batching.planner import Idling, Plan, Planner, Repartition, Report
 from lightning_hetero.batching.sampler import Drawn
 from lightning_hetero.batching.shares import Cost, Curve
 from lightning_hetero.batching.timer import StepTimer, StepTiming
@@ -59,6 +59,8 @@ class BatchSources(Protocol):
 
     def ended(self) -> bool:
         """Whether this rank's replica has come to the end of its own data, so that padding batches follow."""
+
+    rank: int  # this one, by the planner's numbers
 
     @property
     def own_streams(self) -> bool:
@@ -115,6 +117,8 @@ class BatchAccounting:
         self.watchers: list[Callable[[StepTiming], None]] = []  # are shown every lap
         self._weighing: tuple[Tensor, Tensor, dist.Work | None] | None = None
         self._pass_weights = list[float]()  # of this rank's batches, where they are weighed
+        self.idling = Idling.UNKNOWN  # whether this rank's training step can be left out while it has no samples
+        self._idle: tuple[int, ...] = ()  # ranks without samples, as the log knows
         self.settings: Callable[[], dict[str, float]] = dict  # the hyperparameters of optimizers
         self._settings: dict[str, float] = {}  # when the latest report was made
         self.agreement: PlanAgreement | None = None  # on new plans; without one they come from the reports of all ranks
@@ -128,7 +132,7 @@ class BatchAccounting:
         """
         self.step, self.cost, self.evidence, self.watchers = former.step, former.cost, former.evidence, former.watchers
         self._warned, self._warned_too_slow = former._warned, former._warned_too_slow
-        self.by_cost, self._by_samples = former.by_cost, former._by_samples
+        self.by_cost, self._by_samples, self.idling = former.by_cost, former._by_samples, former.idling
         self._durations = former._durations
         self._owes, self._meets, self.launched = former._owes, former._meets, former.launched
         if repartition is not None:  # in the midst of a step, perhaps
@@ -226,13 +230,16 @@ class BatchAccounting:
         if self.drawn is None:
             return
         self._leave_costs()
-        samples, padding, cost = max(int(self.drawn.samples), 1), not self.drawn.samples, self.drawn.cost
+        padding, idle = not self.drawn.samples, self.idle
+        samples, cost = (0, 0.0) if idle else (max(int(self.drawn.samples), 1), self.drawn.cost)
         for timing in self.timer.end_step(samples, padding, cost, len(self.drawn.pass_sizes)):
             if not timing.compiled:
                 self._durations.append(timing.work + timing.wait - timing.exchange)
                 size = timing.samples if self._by_samples else timing.cost or timing.samples
                 self.cost.observe(size / timing.passes, timing.work / timing.passes)  # each pass pays the fixed cost
-                if self.cost.warm:
+                if self.cost.warm and not timing.samples:  # it has computed nothing
+                    self._timings.append(timing)
+                elif self.cost.warm:
                     cost = 0.0 if self._by_samples else timing.cost
                     self.evidence.observe(timing._replace(samples=size, cost=cost), self.cost.cost)
                     self._timings.append(timing)
@@ -290,11 +297,27 @@ class BatchAccounting:
             self.agreement.meet(self.step, reports)
         self.warn_of_slow_ranks()
 
+    @property
+    def idle(self) -> bool:
+        """Whether this rank computes nothing in the running step, because it would make it longer."""
+        return self.drawn is not None and not self.drawn.samples and self.loaders.rank in self.idle_ranks
+
+    @property
+    def idle_ranks(self) -> tuple[int, ...]:
+        """The ranks that compute nothing in the running step."""
+        return self.planner.at(self.step).idle
+
     def warn_of_slow_ranks(self) -> None:
-        """Log once, on rank 0, without which ranks the job would be faster, if the planner has found some."""
-        if self.planner.too_slow is not None and not self._warned_too_slow:
+        """Log, on rank 0, which ranks get no samples from now on, and once, which ones slow the job down."""
+        slow, plan, before = self.planner.too_slow, self.planner.plans[-1], self._idle
+        self._idle = plan.idle
+        why = "" if slow is None else f" {slow._replace(idle=True, keeps='')}"
+        for ranks, others, what in ((plan.idle, before, f"no samples.{why}"), (before, plan.idle, "samples again.")):
+            if new := [str(rank) for rank in ranks if rank not in others]:
+                rank_zero_info(f"From step {plan.start} on rank {', '.join(new)} gets {what}")
+        if slow is not None and slow.keeps and not self._warned_too_slow:
             self._warned_too_slow = True
-            rank_zero_info(str(self.planner.too_slow))
+            rank_zero_info(str(slow))
 
     def _leave_costs(self) -> None:
         """Learn this rank's speed anew, by numbers of samples, once the agreed plan counts them again."""
@@ -400,7 +423,7 @@ class BatchAccounting:
         drawn, cost, ended = self.loaders.next_step(), speed.cost, float(self.loaders.ended())
         means = samples, work, wait
         self._settings = self.settings()
-        told = speed.since, *speed.bump, ended, *self.by_cost.off(), settings_number(self._settings)
+        told = speed.since, *speed.bump, ended, *self.by_cost.off(), settings_number(self._settings), float(self.idling)
         return Report(cost.fixed, cost.per_sample, error, drawn, *means, timings, *told, bends=cost.bends)
 
 

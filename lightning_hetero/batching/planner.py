@@ -10,6 +10,7 @@ by a tenth of a step in every step. So what is left over goes to each rank in tu
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from enum import IntEnum
 from functools import lru_cache
 from itertools import accumulate, pairwise
 from statistics import median
@@ -18,6 +19,7 @@ from typing import Any, Literal, NamedTuple
 from lightning_hetero.batching.passes import even_sizes
 from lightning_hetero.batching.shares import (
     MOST_BENDS,
+    WORTH_IDLING,
     Cost,
     Curve,
     Stepwise,
@@ -109,6 +111,8 @@ class Plan:
         need: least samples per rank of a batch that is too small for ``low``; default: the same.
         by_samples: whether batches are split by samples although it is known what these cost: that does not explain
             how long steps take.
+        idle: ranks that get no samples, because even their least share would make every step longer.
+        probe: they get it all the same in one of so many steps, to see whether that has changed.
     """
 
     start: int
@@ -118,6 +122,17 @@ class Plan:
     reach: tuple[float, ...] = ()
     need: tuple[int, ...] = ()
     by_samples: bool = False
+    idle: tuple[int, ...] = ()
+    probe: int = 1
+
+    def of_step(self, step: int) -> "Plan":
+        """The plan as it holds at a step: in some, idle ranks get their least share."""
+        if not self.idle or step % self.probe:
+            return self
+        low, high = list(self.low), list(self.high)
+        for rank in self.idle:
+            low[rank] = high[rank] = min(max(low[rank], 1), high[rank])
+        return replace(self, low=tuple(low), high=tuple(high), idle=())
 
     def task(self, samples: int, trusted: bool = True) -> "Task":
         """The task of splitting one batch, as :func:`~lightning_hetero.batching.shares.split` takes it.
@@ -170,18 +185,21 @@ Task = tuple[int, tuple[Cost | Curve | Stepwise, ...], tuple[int, ...], tuple[in
 @_remembered
 def _task(plan: Plan, units: int, width: int) -> Task:
     """The task of a split: ``units`` units, each of ``width`` samples, and the limits."""
-    low = [-(-n // width) for n in plan.low]
-    costs: list[Cost | Curve | Stepwise] = [cost.in_units(width) for cost in plan.costs]
-    most = [n // width for n in plan.high]
+    low, most, need = (
+        [0 if rank in plan.idle else n for rank, n in enumerate(limits)] for limits in (plan.low, plan.high, plan.need)
+    )
+    own = [Cost(0.0, cost.per_sample) if rank in plan.idle else cost for rank, cost in enumerate(plan.costs)]
+    low, most = [-(-n // width) for n in low], [n // width for n in most]
+    costs: list[Cost | Curve | Stepwise] = [cost.in_units(width) for cost in own]
     if width == 1 and any(most) and sum(most) < units:  # not for several loaders
-        costs = stepwise(units, plan.costs, most)
+        costs = stepwise(units, own, most)
         most = [units if n else 0 for n in most]
     high = list(most)
     if plan.reach:
         high = [min(h, max(lo, math.ceil(part * units))) for h, lo, part in zip(high, low, plan.reach, strict=True)]
     order = sorted(range(len(low)), key=lambda rank: (plan.costs[rank].per_sample, rank))
-    if sum(low) > units and plan.need:
-        low = [-(-n // width) for n in plan.need]
+    if sum(low) > units and need:
+        low = [-(-n // width) for n in need]
     if sum(low) > units:  # a tail too small for all to have their least
         low = [n if n > 1 else 0 for n in low]
     while sum(low) > units:  # the slowest sit this one out
@@ -190,6 +208,31 @@ def _task(plan: Plan, units: int, width: int) -> Task:
     if sum(high) < units:  # too small even for one
         low, high = [0] * len(low), most
     return units, tuple(costs), tuple(low), tuple(high)
+
+
+class Idling(IntEnum):
+    """Whether a rank's training step can be left out while the rank has no samples; if not, why."""
+
+    UNKNOWN, POSSIBLE, FIRST, ALONE, MANUAL, GRADIENTS, BUFFERS, COLLECTIVES, STATE, OUTPUT = range(10)
+
+    @property
+    def reason(self) -> str:
+        """Completes "it keeps its least share: ..."."""
+        return _REASONS.get(self, "")
+
+
+_REASONS = {
+    Idling.UNKNOWN: "its training step has not been looked at",
+    Idling.ALONE: "gradients are not averaged over all ranks, or each rank has data of its own",
+    Idling.FIRST: "it is the first rank, which logs and saves, and gives its buffers to the others",
+    Idling.MANUAL: "optimization is manual",
+    Idling.GRADIENTS: "the model is sharded, or has sparse gradients, or find_unused_parameters or static_graph is set",
+    Idling.BUFFERS: "buffers of the model are not shared (broadcast_buffers=False)",
+    Idling.COLLECTIVES: "ranks meet in training_step, by a collective, a SyncBatchNorm or self.log(..., sync_dist=True)"
+    " without on_step=False",
+    Idling.STATE: "training_step changes attributes or frozen parameters of the module",
+    Idling.OUTPUT: "training_step returns more than a loss",
+}
 
 
 class Report(NamedTuple):
@@ -211,6 +254,7 @@ class Report(NamedTuple):
         off_by_cost: how far its times are from what the cost of its samples explains, as a fraction; 0 if unknown.
         off_by_samples: how far they are from what the number of its samples explains.
         settings: a number that stands for the hyperparameters of its optimizers.
+        idling: whether it can be left without samples, as a number of :class:`Idling`.
         bends: of its cost, at most ``MOST_BENDS``; none if it is a straight line.
     """
 
@@ -229,6 +273,7 @@ class Report(NamedTuple):
     off_by_cost: float = 0.0
     off_by_samples: float = 0.0
     settings: float = 0.0
+    idling: float = 0.0
     bends: tuple[tuple[float, float], ...] = ()
 
     @property
@@ -255,20 +300,20 @@ class StepTimes(NamedTuple):
     Attributes:
         steps: how many, by rank: the same number, unless ranks go at their own pace.
         seconds: that they took, by rank.
+        work: of these, seconds of each rank's own work.
     """
 
     steps: tuple[float, ...] = ()
     seconds: tuple[float, ...] = ()
+    work: tuple[float, ...] = ()
 
     def after(self, reports: Sequence[Report]) -> "StepTimes":
         """With the steps that the ranks report; those of ranks that report at different steps are not the same ones."""
         none = (0.0,) * len(reports)
-        steps = [before + report.steps for before, report in zip(self.steps or none, reports, strict=True)]
-        seconds = [
-            before + report.steps * (report.compute + report.wait)
-            for before, report in zip(self.seconds or none, reports, strict=True)
-        ]
-        return StepTimes(tuple(steps), tuple(seconds))
+        rows = [(r.steps, r.steps * (r.compute + r.wait), r.steps * r.compute) for r in reports]
+        before = zip(*(column or none for column in self), strict=True)
+        sums = [[a + b for a, b in zip(old, new, strict=True)] for old, new in zip(before, rows, strict=True)]
+        return StepTimes(*map(tuple, zip(*sums, strict=True)))
 
     @property
     def shortest(self) -> float:
@@ -354,6 +399,13 @@ class Planner:
     #: Costs of samples are left alone if they explain times so many times worse than numbers of samples do, and are
     #: off by this fraction.
     WORSE, OFF = 1.5, 0.05
+    #: A rank gets no samples only if its own work on its least share has taken so many times as long as a whole step of
+    #: the others would, and as any of their least shares, in each of so many looks in a row, of so many seconds.
+    GAIN, SLOW, LOOKS, SPAN = WORTH_IDLING, 2.0, 4, 3.0
+    #: If steps then do not become shorter, so many looks are needed to try it again, and each time twice as many.
+    AGAIN = 64
+    #: The part of the time that probes of ranks without samples take, and the least steps from one to the next.
+    PROBE_PART, PROBE_STEPS = 0.008, 64
     #: Plans that are remembered: ranks that are behind still draw by earlier ones, and what is lost is counted by them.
     KEPT = 16
 
@@ -370,6 +422,7 @@ class Planner:
         self.min_gain = min_gain
         self.total, self.infers_total, self.frozen, self.least, self.rotates, self.origin = 0, False, False, 1, False, 0
         self._may_raise, self.one_pass = low is None, ""
+        self._sure = self.LOOKS  # looks that leave a rank without samples
         self.limits_measured, self.whole = False, 0
         self.too_slow: TooSlow | None = None
         shares = [1.0] * world if isinstance(balance, str) else fixed_shares(balance, world)
@@ -493,7 +546,7 @@ class Planner:
         """The plan in force at ``step``, if that is one of the latest :attr:`KEPT` ones."""
         for plan in reversed(self.plans):
             if plan.start <= step:
-                return plan
+                return plan.of_step(step)
         raise LookupError(f"the plan of step {step} is no longer known; there are those from {self.plans[0].start} on")
 
     def ready(self, step: int) -> Plan:
@@ -553,8 +606,8 @@ class Planner:
         if not latest.by_samples and self._misled(reports):
             self._trial = None
             even = (Cost(0.0, 1.0),) * self.world  # what was measured by cost says little of samples
-            return replace(latest, costs=even, by_samples=True)
-        return self._judged() or self._better(latest, reports)
+            return replace(latest, costs=even, by_samples=True, idle=())
+        return self._judged() or self._idle_others(latest, reports) or self._better(latest, reports)
 
     def _misled(self, reports: Sequence[Report]) -> bool:
         """Whether numbers of samples explain the ranks' times better than costs do, if most ranks know."""
@@ -569,11 +622,88 @@ class Planner:
         """Ranks that make the job slower, if that was measured: at the least share, not by times for larger ones."""
         if self.whole:  # it may have no batches
             return None
-        costs, noise = [r.cost for r in reports], [r.error for r in reports]
+        found = self._slow([r.cost for r in reports], [r.error for r in reports])
+        if found is None or any(reports[rank].samples >= max(self._low[rank], 1) + 1 for rank in found.ranks):
+            return None
+        idle = set(found.ranks) <= set(self.plans[-1].idle)
+        return found._replace(idle=idle, keeps=self._keeps(found.ranks, reports))
+
+    def _least_seconds(self, costs: Sequence[Cost | Curve], ranks: Sequence[int]) -> float:
+        """Seconds of the least share of any of these ranks, of which each gets a sample at least."""
+        return max(costs[rank].seconds(min(max(self._low[rank], 1), self.high[rank])) for rank in ranks)
+
+    def _slow(self, costs: Sequence[Cost | Curve], noise: Sequence[float] | None = None) -> TooSlow | None:
         high = [self.total if h else 0 for h in self.high] if self.in_passes(self.total) else self.high
-        found = too_slow(self.total, stepwise(self.total, costs, self.high), self._low, high, noise)
-        measured = found and all(reports[rank].samples < max(self._low[rank], 1) + 1 for rank in found.ranks)
-        return found if measured else None
+        return too_slow(self.total, stepwise(self.total, costs, self.high), self._low, high, noise)
+
+    def _keeps(self, ranks: Sequence[int], reports: Sequence[Report]) -> str:
+        """The reason why these ranks keep their least shares, if there is one."""
+        if not self._may_raise and any(self._low[rank] for rank in ranks):
+            return "min_batch_size is given"
+        reasons = (Idling(int(reports[rank].idling)).reason for rank in ranks)
+        return next(filter(None, reasons), "")
+
+    def _idle_others(self, latest: Plan, reports: Sequence[Report]) -> Plan | None:
+        """The plan by which other ranks get no samples than before, since these would make steps longer.
+
+        Ranks that get none from now on are on trial: steps must become shorter.
+        """
+        if self._trial is not None:
+            return None
+        costs, idle = tuple(r.cost for r in reports), latest.idle
+        if idle:  # known by probes alone
+            found = self._slow(costs)
+            stay = tuple(rank for rank in idle if found is not None and rank in found.ranks)
+            if stay != idle:
+                self._sure = max(self._sure, min(2 * self._sure, self.AGAIN))  # lest it comes and goes
+                return self._plan(latest, costs, stay)
+        slow = () if self.too_slow is None else self.too_slow.ranks
+        new = [rank for rank in slow if rank not in idle and not self._keeps([rank], reports)]
+        new.sort(key=lambda rank: -self._least_seconds(costs, [rank]))
+        for count in range(len(new), 0, -1):
+            plan = self._plan(latest, costs, tuple(sorted({*idle, *new[:count]})))
+            if self._surely_shortens(latest, plan):
+                self._trial = SplitTrial(latest, (step_seconds(self._looks) + self._seconds(plan, costs)) / 2)
+                return plan
+        plan = replace(latest, probe=self._plan(latest, costs, idle).probe)
+        return plan if idle and not 0.8 < plan.probe / latest.probe < 1.25 else None
+
+    def _surely_shortens(self, latest: Plan, plan: Plan) -> bool:
+        """Whether it was so in many looks in a row that ranks took longer than a step would without them."""
+        looks, costs = list[StepTimes](), plan.costs
+        while len(looks) < self._sure or sum(look.shortest for look in looks) < self.SPAN:
+            if len(looks) == len(self._looks):
+                return False
+            looks.append(self._looks[-1 - len(looks)])
+        kept = [rank for rank in range(self.world) if rank not in plan.idle]
+        out = [rank for rank in plan.idle if rank not in latest.idle]
+        bar = max(self.GAIN * self._seconds(plan, costs), self.SLOW * self._least_seconds(costs, kept))
+        usual = [cost.seconds(n) for cost, n in zip(costs, latest.split([self.total])[0], strict=True)]
+        for look in looks:
+            own = [work / steps for work, steps in zip(look.work, look.steps, strict=True)]
+            slowdown = max(own[rank] / max(usual[rank], 1e-9) for rank in kept)  # of the others, at the same time
+            if min(own[rank] for rank in out) < bar * max(slowdown, 1.0):
+                return False
+        return True
+
+    def _plan(self, latest: Plan, costs: tuple[Cost | Curve, ...], idle: tuple[int, ...] = ()) -> Plan:
+        """A plan for what is known now, without a start."""
+        reach = tuple(min(1.0, self.GROWTH * part) for part in self.most)
+        plan = Plan(0, costs, self._low, self.high, reach, self._need, latest.by_samples, idle)
+        if not idle:
+            return plan
+        longer = self._least_seconds(costs, idle) / self._seconds(plan, costs) - 1
+        return replace(plan, probe=max(self.PROBE_STEPS, math.ceil(longer / self.PROBE_PART)))
+
+    def _seconds(self, plan: Plan, costs: Sequence[Cost | Curve]) -> float:
+        """Seconds of a step by a plan."""
+        return makespan(plan.split([self.total])[0], self._paid(plan, costs))
+
+    def _paid(self, plan: Plan, costs: Sequence[Cost | Curve]) -> list[Cost | Curve | Stepwise]:
+        """Costs as they count under a plan: nothing for ranks that it leaves without samples."""
+        high = [0 if rank in plan.idle else most for rank, most in enumerate(plan.high)]
+        paid = stepwise(self.total, costs, high)
+        return [Cost(0.0, cost.per_sample) if rank in plan.idle else cost for rank, cost in enumerate(paid)]
 
     def drop(self) -> None:
         """Forget the latest proposal: not all ranks have agreed."""
@@ -603,20 +733,21 @@ class Planner:
             self._trial, self._doubt, self._patience = None, 0.0, self.PATIENCE
         elif len(self._looks) >= self.TRIAL * (self.APART if any(look.at_own_pace for look in self._looks) else 1):
             plan, self._trial = self._trial.before, None
+            if plan.idle != self.plans[-1].idle:
+                self._sure = max(self.AGAIN, 2 * self._sure)
             self._doubt, self._patience = max(self.DOUBT, 2 * self._doubt), 2 * self._patience
             return plan
         return None
 
     def _better(self, latest: Plan, reports: Sequence[Report]) -> Plan | None:
         """The best split if it surely beats the latest; the even one if nothing surely beats that."""
+        if self._trial is not None and self._trial.before.idle != latest.idle:
+            return None
         costs, noise = tuple(r.cost for r in reports), [r.error for r in reports]
-        reach = tuple(min(1.0, self.GROWTH * part) for part in self.most)
-        best, even = (
-            Plan(0, c, self._low, self.high, reach, self._need, latest.by_samples)
-            for c in (costs, (Cost(0.0, 1.0),) * self.world)
-        )
+        best, even = (self._plan(latest, c, latest.idle) for c in (costs, (Cost(0.0, 1.0),) * self.world))
+        even = replace(even, probe=best.probe)
         present, wanted, level = (plan.split([self.total])[0] for plan in (latest, best, even))
-        paid = stepwise(self.total, costs, latest.high)
+        paid = self._paid(latest, costs)
         if not self._pays(level, wanted, paid, [self.STAY * x for x in noise]):
             if self._restored and len(self._looks) < 2:
                 return None  # one stretch of time says too little against it

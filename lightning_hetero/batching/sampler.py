@@ -571,7 +571,7 @@ class EvaluationSampler:
         if self._grows() and (room := sum(high)) < samples:
             high = tuple(-(-most * samples // room) for most in high)
         check_limits(samples, plan.costs, (1,) * world, high)  # there are no passes here
-        return replace(plan, low=(1,) * world, high=high).split([samples])[0]
+        return replace(plan, low=(1,) * world, high=high, idle=()).split([samples])[0]
 
 
 def batch_slice(batch: list[Any], shares: Sequence[int], rank: int) -> list[Any]:

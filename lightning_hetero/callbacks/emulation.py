@@ -117,8 +117,9 @@ class EmulatedSpeed(Callback):
     @override
     def on_before_backward(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", loss: Tensor) -> None:
         """Sleep for as long as the emulated device would still compute when the real one is done."""
-        if self._began is None:
-            return  # another backward pass of a batch that has been slowed down already
+        strategy = self._strategy
+        if self._began is None or (isinstance(strategy, HeteroStrategy) and strategy.accounting.idle):
+            return  # another backward pass of a batch that has been slowed down already, or nothing is computed
         batch = trainer.fit_loop.epoch_loop.total_batch_idx
         cost = self._costs[max(start for start in self._costs if start <= batch)][trainer.global_rank]
         forward = self._clock() - self._began

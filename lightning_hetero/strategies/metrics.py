@@ -20,7 +20,7 @@ from lightning_hetero.comm.collectives import Collectives
 from lightning_hetero.comm.object_collectives import on_device_of
 from lightning_hetero.comm.retry import collective
 from lightning_hetero.comm.topology import widest_float
-from lightning_hetero.errors import ConfigurationError
+from lightning_hetero.errors import ConfigurationError, not_none
 from lightning_hetero.lightning_compat import (
     AgreedMetrics,
     Unsynced,
@@ -48,7 +48,15 @@ class LoggedInPasses:
     """
 
     def __init__(self) -> None:
+        self._latest: dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]] = {}  # by name, what was logged last
         self.begin([0])
+
+    def repeat(self, results: Any | None) -> None:
+        """Log once more what training steps have logged: a rank without samples runs none, and others wait for it."""
+        for name, (value, args, kwargs) in list(self._latest.items()):
+            if isinstance(value, Metric):
+                value._update_count = max(value._update_count, 1)  # or it warns that it knows nothing
+            not_none(results, "what it was logged to").log("training_step", name, value, *args, **kwargs)
 
     def begin(self, sizes: Sequence[float]) -> None:
         """A batch has come; ``sizes``: samples of each pass on it."""
@@ -71,10 +79,11 @@ class LoggedInPasses:
 
     def take(self, log: Callable[..., None], fx: str, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
         """Log a value, now or in the last pass; arguments after ``log`` are like its own."""
+        if fx == "training_step":
+            nothing = torch.zeros_like(value.detach()) if isinstance(value, Tensor) else value
+            self._latest[name] = nothing, args, dict(kwargs)
         if not self.several or fx != "training_step" or not isinstance(value, Tensor):
-            self.under_way = True
-            log(fx, name, value, *args, **kwargs)
-            self.under_way = False
+            self._now(log, fx, name, value, *args, **kwargs)
             return
         given = kwargs.pop("batch_size", None)
         self._values.setdefault(name, []).append(
@@ -96,8 +105,11 @@ class LoggedInPasses:
             self._log(name)
 
     def _log(self, name: str) -> None:
+        self._now(self._calls[name])
+
+    def _now(self, log: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         self.under_way = True
-        self._calls[name]()
+        log(*args, **kwargs)
         self.under_way = False
 
 

@@ -214,9 +214,9 @@ def test_who_is_too_slow_by_hand():
     costs = [Cost(0.1, 0.01), Cost(0.1, 0.01), Cost(1.0, 0.1), Cost(1.0, 0.1)]
     found = too_slow(20, costs)
     assert (found.ranks, found.step, found.without) == ((2, 3), pytest.approx(1.1), pytest.approx(0.2))
-    assert str(found).startswith("The job is faster without 2 ranks: 2, 3 (100 samples/s against 18.2).")
+    assert str(found).startswith("Without 2 ranks: 2, 3 the job is 5.50 times as fast (100 samples/s against 18.2): ")
     assert too_slow(20, costs[:3]).ranks == (2,)
-    assert "without rank 2 (100 samples/s against 18.2)" in str(too_slow(20, costs[:3]))
+    assert "Without rank 2 the job is 5.50 times as fast (100 samples/s against 18.2)" in str(too_slow(20, costs[:3]))
     assert too_slow(20, costs, high=[9, 9, 20, 20]) is None  # the others cannot take all samples
     assert too_slow(20, costs[:2]) is None
     assert too_slow(20, costs[:1]) is None
