@@ -400,8 +400,9 @@ class BatchAccounting:
         drawn, cost, ended = self.loaders.next_step(), speed.cost, float(self.loaders.ended())
         means = samples, work, wait
         self._settings = self.settings()
+        compiles = float(self.timer.compiles)
         told = speed.since, *speed.bump, ended, *self.by_cost.off(), settings_number(self._settings)
-        return Report(cost.fixed, cost.per_sample, error, drawn, *means, timings, *told, bends=cost.bends)
+        return Report(cost.fixed, cost.per_sample, error, drawn, *means, timings, *told, compiles, bends=cost.bends)
 
 
 class PlanAgreement:
