@@ -24,10 +24,10 @@ COMPILING, STEPS = 2.0, 60  # seconds for each graph
 class Compiled(Net):
     """Its network is compiled, by a backend that takes its time; the second rank's device is slow."""
 
-    def __init__(self) -> None:
+    def __init__(self, slow: float) -> None:
         super().__init__()
         self.graphs = 0
-        self.rank, self.slow = 0, 0.003
+        self.rank, self.slow = 0, slow
         self.compiled = torch.compile(self.net, backend=self._compile)
 
     def _compile(self, graph: Any, inputs: Any) -> Any:
@@ -50,11 +50,13 @@ class Sizes(pl.Callback):
         self.seen.append(len(batch[0]))
 
 
-def _fit(marks: bool, batch_size: int = 16, steps: int = STEPS, **options: Any) -> tuple[int, list[int], float]:
+def _fit(
+    marks: bool, batch_size: int = 16, steps: int = STEPS, slow: float = 0.003, **options: Any
+) -> tuple[int, list[int], float]:
     torch._dynamo.reset()
     if not marks:
         base.mark_sizes_dynamic = lambda batch: None  # type: ignore[assignment]
-    module, sizes = Compiled(), Sizes()
+    module, sizes = Compiled(slow), Sizes()
     with virtual_time(sys.modules[__name__]):
         trainer = pl.Trainer(
             strategy=HeteroDDPStrategy(timeout=60, **options),
@@ -78,18 +80,15 @@ def test_sizes_that_move_are_not_compiled_anew() -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"share_multiple": 16}])
-def test_large_shares_that_move_again_and_again_are_multiples(options: dict[str, Any]) -> None:
-    """The slow rank is as fast as the other one from a step on."""
-    found = run(_fit, 2, True, 80, 2 * STEPS, nodes=[1, 1], **options)
+def test_large_shares_that_move_are_multiples(options: dict[str, Any]) -> None:
+    """The slow rank, half as fast at first, is as fast as the other one from a step on."""
+    found = run(_fit, 2, True, 96, 2 * STEPS, 0.002, nodes=[1, 1], **options)
     for graphs, sizes, _ in found:
         assert graphs == 1
-        assert len(set(sizes)) > 2
-        odd = {size for size in sizes if size % options.get("share_multiple", 4 if size >= 64 else 1)}
-        assert not odd, sizes
+        assert not {size for size in sizes if size % options.get("share_multiple", 8)}, sizes
     slow, fast = (sizes for _, sizes, _ in found)
-    assert {a + b for a, b in zip(slow, fast, strict=True)} == {160}
-    assert slow[STEPS] < 60
-    assert slow[-1] > 70
+    assert {a + b for a, b in zip(slow, fast, strict=True)} == {192}
+    assert (slow[0], slow[STEPS], slow[-1]) == (96, 64, 96)
 
 
 def test_compiling_is_no_slowness() -> None:
