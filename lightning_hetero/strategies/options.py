@@ -94,7 +94,7 @@ class Options:
             other devices need a limit.
         share_multiple: shares that are not smaller are multiples of this number; what is left of a batch goes to one
             rank. ``"auto"``: of 1; with ``torch.compile`` measured shares are of 8 from 128 samples on, and of 4 from
-            64 on. For samples that all cost the same.
+            64 on. For batches that ranks share, of samples that all cost the same.
         balance_iterable: with ``balance="auto"``, move shares over iterable datasets without a length, too. A fast rank
             then takes more of its own shard in each step and comes to its end earlier, so give it a larger shard, or
             make all of them endless. Default: even shares, and as many steps per epoch as with ``ddp``.
