@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Literal
 
-import torch
 from torch import Tensor
 from torch.optim import SGD, Optimizer
 from typing_extensions import override
@@ -16,6 +15,7 @@ from lightning_hetero.argument_checks import is_number
 from lightning_hetero.comm.all_reduce import Average
 from lightning_hetero.comm.compression import check_wire
 from lightning_hetero.errors import ConfigurationError, UnsupportedError
+from lightning_hetero.replicas.sharding import local
 
 
 @dataclass(frozen=True)
@@ -197,18 +197,15 @@ class EAMSGDAverager(ElasticAverager):
         return super().prepare()
 
     @override
-    @torch.no_grad()
     def position(self, out: Sequence[Tensor]) -> list[Tensor]:
-        y = self._packed = self.replica.pack(self._packed or None)
+        names, velocity = self.replica.parameter_ids, dict[str, tuple[Tensor, float]]()
         pairs = [(optimizer, group) for optimizer in self.optimizers for group in optimizer.param_groups]
         for optimizer, group in pairs:
             for p in group["params"]:
                 buffer = optimizer.state.get(p, {}).get("momentum_buffer")
-                if buffer is not None and p.requires_grad:  # a frozen one stands still, and is in no vector
-                    p.add_(buffer, alpha=group["momentum"] * float(group["lr"]))
-        x = self.replica.pack(out)
-        self.replica.unpack(y)
-        return x
+                if buffer is not None and id(p) in names:
+                    velocity[names[id(p)]] = local(buffer), group["momentum"] * float(group["lr"])
+        return self.replica.pack_moved(velocity, out)
 
 
 def stability(alpha: float, beta: float) -> str | None:

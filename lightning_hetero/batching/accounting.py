@@ -424,7 +424,8 @@ class BatchAccounting:
         means = samples, work, wait
         self._settings = self.settings()
         told = speed.since, *speed.bump, ended, *self.by_cost.off(), settings_number(self._settings), float(self.idling)
-        return Report(cost.fixed, cost.per_sample, error, drawn, *means, timings, *told, bends=cost.bends)
+        compiles = float(self.timer.compiles)
+        return Report(cost.fixed, cost.per_sample, error, drawn, *means, timings, *told, compiles, bends=cost.bends)
 
 
 class PlanAgreement:

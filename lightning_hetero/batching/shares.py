@@ -284,6 +284,55 @@ def split(
     return shares
 
 
+#: Multiples, each with the share from which on it counts; the largest first.
+Grid = tuple[tuple[int, int], ...]
+
+
+def multiples(shares: Sequence[float], grid: Grid, low: Sequence[int]) -> list[int]:
+    """The multiple of which each share is to be; 1 where it is small, or the next one below is less than the least."""
+    found = [next((m for m, least in grid if share >= least), 1) for share in shares]
+    return [m if share // m * m >= lo else 1 for m, share, lo in zip(found, shares, low, strict=True)]
+
+
+def on_grid(
+    shares: Sequence[int],
+    grid: Grid,
+    costs: Sequence[Cost | Curve | Stepwise],
+    low: Sequence[int],
+    high: Sequence[int],
+) -> list[int]:
+    """Shares of which the large ones are multiples, with the same sum.
+
+    They are rounded down, and what is left goes, one multiple at a time, to whoever would finish first with it. What
+    is left in the end is less than a multiple, and goes to one rank.
+
+    Args:
+        shares: of :func:`split`.
+        grid: the multiples.
+        costs: one per rank.
+        low: least samples per rank.
+        high: most samples per rank. If they leave no room for multiples, shares stay as they are.
+
+    Example::
+
+        >>> from lightning_hetero.batching.shares import Cost, on_grid
+        >>> on_grid([150, 75, 31], ((8, 64),), [Cost(0, 1), Cost(0, 2), Cost(0, 5)], [1] * 3, [256] * 3)
+        [152, 72, 32]
+    """
+    each = multiples(shares, grid, low)
+    rounded = [share - share % m for share, m in zip(shares, each, strict=True)]
+    while left := sum(shares) - sum(rounded):
+        parts = [min(m, left) for m in each]
+        full, _, rank = min(
+            (n + part > h, cost.seconds(n + part), rank)
+            for rank, (n, part, h, cost) in enumerate(zip(rounded, parts, high, costs, strict=True))
+        )
+        if full:
+            return list(shares)
+        rounded[rank] += parts[rank]
+    return rounded
+
+
 def bound(
     total: int,
     costs: Sequence[Cost | Curve | Stepwise],

@@ -70,7 +70,7 @@ _NODES = {"replica": "node"}
 AVERAGES = (
     StrategyKind("hetero_node", "NodeAverageStrategy", "every_n_steps", nodes=True),
     StrategyKind("hetero_easgd", "EASGDStrategy", options=_AUTO),
-    StrategyKind("hetero_eamsgd", "EAMSGDStrategy", options=_AUTO, kept=16),
+    StrategyKind("hetero_eamsgd", "EAMSGDStrategy", options=_AUTO),
     StrategyKind("hetero_diloco", "DiLoCoStrategy", options=_NODES, nodes=True, kept=16),
     StrategyKind("hetero_easgd_overlap", "EASGDOverlapStrategy", options=_AUTO, behind="a step"),
     StrategyKind(
