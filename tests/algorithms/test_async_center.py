@@ -89,9 +89,8 @@ class InMemory(AsyncElasticAverager):
 class BothSides(InMemory):
     """The mutant: a rare client is also pulled more strongly."""
 
-    def after_step(self, context: StepContext) -> Any:
-        self._alpha = self._alpha * (self._rates.factor if self.debias else 1.0)
-        super().after_step(context)
+    def _end(self, exchange: Any, alpha: float, healthy: bool) -> Any:
+        return super()._end(exchange, alpha * (self._rates.factor if self.debias else 1.0), healthy)
 
 
 def center_of(kind: type[InMemory], debias: bool, events: int) -> float:
