@@ -53,12 +53,14 @@ class ExchangeRates:
 
     def state_dict(self) -> list[tuple[float, list[int]]]:
         """Builtins only: how long ago exchanges were, and their counts."""
-        return [(time.monotonic() - at, counts) for at, counts in self._seen]
+        now = time.monotonic()
+        return [(now - at, counts) for at, counts in self._seen]
 
     def load_state_dict(self, state: Sequence[tuple[float, list[int]]]) -> None:
         """Continue from :meth:`state_dict`."""
+        now = time.monotonic()
         self._seen.clear()
-        self._seen.extend((time.monotonic() - ago, list(counts)) for ago, counts in state)
+        self._seen.extend((now - ago, list(counts)) for ago, counts in state)
 
     def _since(self) -> list[int]:
         (_, first), (_, last) = self._seen[0], self._seen[-1]

@@ -213,7 +213,7 @@ class ReplicaStrategy(HeteroStrategy):
     def on_train_start(self) -> None:
         super().on_train_start()
         self._metrics.begin()
-        self.begin_background_plans()
+        self.collaborators.begin_plans()
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -402,13 +402,14 @@ class ReplicaStrategy(HeteroStrategy):
 
     @override
     def on_train_end(self) -> None:
-        self.end_background_plans()
+        self.collaborators.end_plans()
         self._shards.clean(self.checkpoint_io, self.engine.links.is_leader)
         super().on_train_end()
 
     @override
     def teardown(self) -> None:
-        self.close_background_plans()
+        if self.joined:
+            self.collaborators.close_plans()
         self.weight_averages.detach()
         self._source, self.weight_averages = saving.ResumedFile(), WeightAverages()
         super().teardown()
