@@ -404,8 +404,8 @@ def check_declared(algorithm: Stateful, starts: bool = False) -> None:
     Raises:
         ConfigurationError: names an attribute that must be declared.
     """
-    kind, declared = type(algorithm).__name__, {field.name for field in fields_of(type(algorithm))}
-    undeclared = {name: value for name, value in vars(algorithm).items() if name not in declared | algorithm.of_base}
+    kind, known = type(algorithm).__name__, algorithm.of_base | {field.name for field in fields_of(type(algorithm))}
+    undeclared = {name: value for name, value in vars(algorithm).items() if name not in known}
     values = {name: _values(value) for name, value in undeclared.items()}
     if starts:
         algorithm._undeclared = values

@@ -7,7 +7,6 @@ from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 
 from lightning_hetero.algorithms.engine import Engine
 from lightning_hetero.batching.accounting import BatchAccounting, PlanAgreement
@@ -84,7 +83,6 @@ class Fit:
         loaders: the dataloaders.
         nonfinite: looks for losses and gradients that are not finite.
         buckets: chooses the size of DDP's buckets.
-        data_group: gives the group in which the replica averages gradients; ``None``: it is one rank.
         drift: compares parameters where the replica has unlike devices.
     """
 
@@ -97,7 +95,6 @@ class Fit:
     loaders: Loaders
     nonfinite: NonFiniteGuard
     buckets: BucketSize
-    data_group: Callable[[], dist.ProcessGroup | None]
     drift: ParameterDriftCheck | None
 
     def ready_for_batch_norm(self, model: torch.nn.Module, layer_sync: Any, lent: GroupOverrides) -> Any:
@@ -113,7 +110,7 @@ class Fit:
         """
         if any(isinstance(module, torch.nn.modules.batchnorm._BatchNorm) for module in model.modules()):
             self.accounting.planner.least = 2  # it cannot normalise one sample
-        group = self.data_group()
+        group = self.job.data_group()
         lent.lend_layers(model, group)
         return None if layer_sync is None else ReplicaSyncBatchNorm(group, lent)
 
@@ -214,8 +211,7 @@ class Fit:
             nonfinite.continue_from(former.nonfinite)
             step.continue_from(former.step)
             loaders.continue_from(former.loaders, repartition)  # last: it changes loaders, which go on
-        buckets, group = BucketSize(), job.data_group
-        return cls(job, options, lasting, accounting, engine, step, loaders, nonfinite, buckets, group, drift)
+        return cls(job, options, lasting, accounting, engine, step, loaders, nonfinite, BucketSize(), drift)
 
     def connect(self, model: torch.nn.Module) -> Columns | None:
         """Let each rank exchange its shards with those that hold the same, if the model is sharded (collective).

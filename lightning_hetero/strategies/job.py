@@ -489,7 +489,7 @@ class JobStrategy(DDPStrategy):
     def configure_ddp(self) -> None:
         """Wrap the model in a DDP over the ranks of this replica (collective over the replica)."""
         model, parts, job = self.model, self.collaborators, self.job
-        ranks, group = job.view.replica.ranks, parts.data_group()
+        ranks, group = job.view.replica.ranks, job.data_group()
         if group is None:
             return  # nothing to average with: DDP would only cost time
         if is_sharded(model):  # fully_shard averages
