@@ -241,9 +241,8 @@ class Stateful:
     """
 
     of_base: ClassVar[frozenset[str]] = frozenset()
-    _undeclared: Mapping[str, list[str]] = MappingProxyType(
-        {}
-    )  # values of what has no role, when the fit has started; see :func:`check_declared`
+    # The values of what has no role, when the fit has started.
+    _undeclared: Mapping[str, list[str]] = MappingProxyType({})
 
     @override
     def __init_subclass__(cls, **kwargs: Any) -> None:

@@ -333,6 +333,7 @@ class LoggedMetrics:
     def state_dict(self) -> dict[str, Any]:
         """Builtins only: this rank's latest values, which of them were seen at the last look, and epochs trained."""
         values = {**self._restored, **self._trainer.callback_metrics}
+        values = {name: value for name, value in values.items() if isinstance(value, Tensor) and value.numel() == 1}
         return {
             "values": {name: float(value) for name, value in values.items()},
             "seen": [name for name, value in values.items() if value is self._seen.get(name)],
