@@ -43,7 +43,7 @@ _fits = count()  # of this process
 
 @dataclass(frozen=True)
 class Lasting:
-    """What serves a strategy in all views, and what it says of itself.
+    """Collaborators of a strategy that last from one view to the next, and what it says of itself.
 
     Attributes:
         timer: this rank's timer.
@@ -76,7 +76,7 @@ class Fit:
     Attributes:
         job: with the view.
         options: of the strategy.
-        lasting: what serves it in all views.
+        lasting: what lasts from one view to the next.
         accounting: of this rank's batches.
         engine: what happens between replicas.
         step: a training step.
@@ -128,7 +128,7 @@ class Fit:
         Args:
             job: with the view.
             options: of the strategy.
-            lasting: what serves the strategy in all views.
+            lasting: what lasts from one view to the next.
             former: what was made from an earlier view, which goes on in the new parts.
             repartition: in the midst of a fit: which of the former ranks remain, and from which step on they share
                 batches.

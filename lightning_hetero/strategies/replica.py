@@ -305,7 +305,7 @@ class ReplicaStrategy(HeteroStrategy):
             super().save_checkpoint(checkpoint, filepath, storage_options)  # last, so that it never lacks a shard
 
     def _seen(self) -> dict[str, Any]:
-        """What this rank has seen of the training loss, and of logged metrics."""
+        """This rank's training loss, and logged metrics, as far as averagers have yet to see them."""
         return {"losses": self.engine.losses.state_dict(), "metrics": self._metrics.state_dict()}
 
     def _state_name(self) -> str:
