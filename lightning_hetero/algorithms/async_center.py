@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from lightning_hetero.algorithms.base import Outcome, StepContext
 from lightning_hetero.algorithms.center import CenteredAverager
-from lightning_hetero.algorithms.state import PerReplica
+from lightning_hetero.algorithms.state import Own, PerReplica
 from lightning_hetero.comm.centers.base import Center
 from lightning_hetero.comm.centers.client import CenterClient, CenterOptions, layout_of, open_center
 
@@ -34,6 +34,8 @@ class ExchangeRates:
 
     def observe(self, counts: Sequence[int]) -> None:
         """Take in the exchanges of each replica so far, at an exchange of this one."""
+        if self._seen and len(self._seen[-1][1]) != len(counts):
+            self._seen.clear()  # replicas were lost
         self._seen.append((time.monotonic(), list(counts)))
 
     @property
@@ -48,6 +50,17 @@ class ExchangeRates:
         """Exchanges of each replica."""
         seconds = self._seen[-1][0] - self._seen[0][0] if self._seen else 0.0
         return [count / seconds for count in self._since()] if seconds > 0 else []
+
+    def state_dict(self) -> list[tuple[float, list[int]]]:
+        """Builtins only: how long ago exchanges were, and their counts."""
+        now = time.monotonic()
+        return [(now - at, counts) for at, counts in self._seen]
+
+    def load_state_dict(self, state: Sequence[tuple[float, list[int]]]) -> None:
+        """Continue from :meth:`state_dict`."""
+        now = time.monotonic()
+        self._seen.clear()
+        self._seen.extend((now - ago, list(counts)) for ago, counts in state)
 
     def _since(self) -> list[int]:
         (_, first), (_, last) = self._seen[0], self._seen[-1]
@@ -65,6 +78,7 @@ class AsyncCenterAverager(CenteredAverager):
 
     traits = replace(CenteredAverager.traits, lockstep=False, one_column=True)
     counts = PerReplica[list[int]](lambda averager: [0] * averager.links.count)
+    _rates = Own[ExchangeRates](lambda averager: ExchangeRates(averager.links.index))
     _center: Center
 
     @abstractmethod
@@ -86,7 +100,6 @@ class AsyncCenterAverager(CenteredAverager):
     def prepare(self) -> Outcome | None:
         outcome = super().prepare()
         self._center = self.make_center()
-        self._rates = ExchangeRates(self.links.index)
         self._client = CenterClient(self._center, self.links)
         self._center.open(self.center_vectors)
         return outcome

@@ -18,6 +18,7 @@ from lightning_hetero.algorithms.base import (
     Traits,
     zero_nonfinite_state,
 )
+from lightning_hetero.algorithms.state import Own
 from lightning_hetero.comm.all_reduce import Average, Contribution
 from lightning_hetero.comm.staging import memory_like
 from lightning_hetero.errors import ConfigurationError
@@ -44,9 +45,6 @@ class CenteredAverager(Averager):
 
     tau: int
     exclude: Sequence[str] = field(default=(), kw_only=True)
-    # From the center, at the latest exchange of this fit.
-    _distance: float = field(default=math.nan, init=False, repr=False)
-
     traits = Traits(
         needs_others=False,
         fresh_start="the center",
@@ -55,6 +53,7 @@ class CenteredAverager(Averager):
             "so that early stopping and the choice of a best checkpoint may go by looks at which nothing has changed"
         ),
     )
+    _distance = Own[float](math.nan)  # from the center, at the latest exchange
 
     def __post_init__(self) -> None:
         self.check_tau()

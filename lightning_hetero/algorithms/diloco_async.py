@@ -3,7 +3,6 @@
 import math
 import time
 from abc import ABC, abstractmethod
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
@@ -219,6 +218,8 @@ class OuterAsyncAverager(AsyncCenterAverager):
     begun_from = Own[list[Tensor]](model_values)
     last_step = Own[int](-1)
     local_steps = Own[int](lambda averager: averager.tau)
+    _seconds = Own[list[float]](lambda averager: [])  # of the latest steps
+    _resumed = Own[float](math.nan)  # when the running step began; NaN: something else came between
 
     tau: int = 50
     outer_lr: float = 0.7
@@ -249,8 +250,6 @@ class OuterAsyncAverager(AsyncCenterAverager):
     @override
     def prepare(self) -> Outcome | None:
         self._given = [torch.empty_like(value) for value in (*self.last_center, self.speeds)]
-        self._seconds: deque[float] = deque(maxlen=64)  # of the latest steps
-        self._resumed = math.nan
         return super().prepare()
 
     @property
@@ -262,6 +261,11 @@ class OuterAsyncAverager(AsyncCenterAverager):
     @override
     def uses_center(self) -> bool:
         return False  # replicas have learned something since they came to the center
+
+    @override
+    def before_save(self) -> None:
+        super().before_save()
+        self._resumed = math.nan
 
     @override
     def consensus(self, context: StepContext) -> list[Tensor]:
@@ -284,7 +288,7 @@ class OuterAsyncAverager(AsyncCenterAverager):
     @override
     def after_step(self, context: StepContext) -> Outcome | None:
         if not math.isnan(self._resumed):
-            self._seconds.append(time.perf_counter() - self._resumed)
+            self._seconds = [*self._seconds[-63:], time.perf_counter() - self._resumed]
         outcome = None
         if context.step - self.last_step >= self.local_steps:
             self._visit(context)

@@ -11,6 +11,7 @@ from typing_extensions import override
 
 from lightning_hetero.algorithms.base import Outcome, StepContext
 from lightning_hetero.algorithms.center import CenteredAverager, SyncCenterAverager
+from lightning_hetero.algorithms.state import Own
 from lightning_hetero.argument_checks import is_number
 from lightning_hetero.comm.all_reduce import Average
 from lightning_hetero.comm.compression import check_wire
@@ -142,7 +143,7 @@ class ElasticAverager(ElasticBase, SyncCenterAverager):
     Source: EASGD, Zhang et al. 2015, eq. 5 and 6; Sync EASGD, You et al. 2017.
     """
 
-    _alpha: float = field(default=math.nan, init=False, repr=False)  # of the latest exchange
+    alpha = Own[float](math.nan)  # of the latest exchange
 
     @override
     def due(self, context: StepContext) -> bool:
@@ -160,8 +161,8 @@ class ElasticAverager(ElasticBase, SyncCenterAverager):
     def move(self, own: list[Tensor], average: Average) -> str | None:
         alpha = average.payloads[0]
         beta = self.pull.of_center(alpha, self.links.count)
-        warning = stability(alpha, beta) if self._alpha < alpha else None
-        self._alpha = alpha
+        warning = stability(alpha, beta) if self.alpha < alpha else None
+        self.alpha = alpha
         self.replica.add(own, -alpha)
         for c, mean in zip(self.center, average.difference, strict=True):
             c.add_(mean, alpha=beta)

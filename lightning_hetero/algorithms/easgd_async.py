@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -65,7 +66,7 @@ class PushPullAverager(AsyncCenterAverager, ElasticBase):
     @override
     def prepare(self) -> Outcome | None:
         outcome = super().prepare()
-        self._exchange: Callable[[], PushPull] | None = None
+        self._exchange: Callable[[], Outcome] | None = None
         self._difference = [torch.empty_like(c) for c in self.last_center]
         self._snapshot = self._packed[: self.replica.included]
         return outcome
@@ -83,36 +84,41 @@ class PushPullAverager(AsyncCenterAverager, ElasticBase):
         if not self._exchanges(context.step):
             return None
         exchange = self._exchange or self._begin(context.samples_per_replica)  # the center may have been lost meanwhile
-        seen, self._exchange = exchange(), None
+        self._exchange = None
+        return exchange()
+
+    def _end(self, exchange: Callable[[], PushPull], alpha: float, healthy: bool) -> Outcome:
+        seen = exchange()
         self.completed += 1
         self._rates.observe(seen.counts)
         self._distance = math.sqrt(seen.square) if seen.square >= 0 else math.nan
-        if not self._healthy:
+        if not healthy:
             self.restart_from([difference.neg_() for difference in self._difference])
         elif math.isfinite(seen.square):
-            self.replica.add(self._difference, -self._alpha)
+            self.replica.add(self._difference, -alpha)
         else:
             raise NotFiniteError([self.links.index])  # for the wire
         return Outcome(exchanged=True)
 
-    def _begin(self, samples_per_replica: Sequence[int]) -> Callable[[], PushPull]:
-        self._alpha, beta = self.strength()
-        stability(self._alpha, beta)  # raises if the learning rate has made it unstable
+    def _begin(self, samples_per_replica: Sequence[int]) -> Callable[[], Outcome]:
+        alpha, beta = self.strength()
+        stability(alpha, beta)  # raises if the learning rate has made it unstable
         self._snapshot = self.replica.pack(self._snapshot)
         for difference, value in zip(self._difference, self._snapshot, strict=True):
             difference.copy_(value)
         share = samples_per_replica[self.links.index] / sum(samples_per_replica)
-        self._healthy = self.is_finite(self._difference)
-        if not self._healthy:
+        healthy = self.is_finite(self._difference)
+        if not healthy:
             share = 0.0
             for difference in self._difference:
                 difference.zero_()  # of which the exchange will make 0 - c
         # A replica that comes very rarely must not make up for all of it at once: it would pull the center past itself.
         push = min(beta * share * (self._rates.factor if self.debias else 1.0), max(beta, 1.0))
-        self._exchange = self._client.push_pull(self._difference, push)
+        exchange = self._client.push_pull(self._difference, push)
         if not self.overlap:
-            seen = self._exchange()
-            self._exchange = lambda: seen
+            seen = exchange()
+            exchange = lambda: seen  # noqa: E731
+        self._exchange = partial(self._end, exchange, alpha, healthy)
         return self._exchange
 
     @override

@@ -156,6 +156,11 @@ class FirstComeAverager(PairAverager):
         self.links.gather(None)  # nobody has anything on offer any more
 
     @override
+    def finish(self, context: StepContext) -> None:
+        self.complete(context)
+        super().finish(context)
+
+    @override
     def before_save(self) -> None:
         with self.client.paused():  # exchanges that one of a pair has counted the other has, too
             self._collect()

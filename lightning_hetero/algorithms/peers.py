@@ -106,11 +106,8 @@ class GossipAverager(Averager, Generic[T]):
 
     @override
     def finish(self, context: StepContext) -> None:
-        super().finish(context)
-        self.report()
-
-    def report(self) -> None:
-        """Let all know which replicas have met, and how often (collective)."""
+        self.replica.unpack(self.consensus(context))
+        # All learn which replicas have met, and how often.
         self.pairings = self.links.gather_of_replicas([self.met[peer] for peer in range(self.links.count)])
 
     @override

@@ -124,11 +124,6 @@ class PushSumAverager(PushAverager):
         return mean
 
     @override
-    def finish(self, context: StepContext) -> None:
-        self.replica.unpack(self.consensus(context))
-        self.report()
-
-    @override
     def complete(self, context: StepContext) -> None:
         self._learn(self.pack(), context.samples_per_replica)
         self._take(self.client.waiting(remove=True))

@@ -183,12 +183,15 @@ def place_of(device: torch.device, host: str, node: int, local_rank: int) -> Pla
     return Place(host, node, local_rank, identity, f"{vendor}, NCCL {version}")
 
 
-def interface_towards(address: str) -> str:
+def interface_towards(address: str, interface: str | None = None) -> str:
     """The address from which this machine reaches another one. Asks the kernel, and sends nothing.
 
     Args:
         address: of the other machine, by name or number.
+        interface: to use, if one is given.
     """
+    if interface is not None:
+        return address_of(interface)
     family, *_, target = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(target)

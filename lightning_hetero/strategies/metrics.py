@@ -334,11 +334,29 @@ class LoggedMetrics:
     def __init__(self, trainer: "pl.Trainer") -> None:
         self._trainer = trainer
         self._seen: dict[str, Tensor | None] = {}  # the value at the last look
+        self._restored: dict[str, Tensor] = {}  # values of the run that goes on
+        self._epochs = 0  # that it had trained
         self.begin()
 
     def begin(self) -> None:
         """Training begins, at the epoch at which the Trainer stands."""
-        self._first_epoch = self._trainer.current_epoch
+        self._first_epoch = self._trainer.current_epoch - self._epochs
+
+    def state_dict(self) -> dict[str, Any]:
+        """Builtins only: this rank's latest values, which of them were seen at the last look, and epochs trained."""
+        values = {**self._restored, **self._trainer.callback_metrics}
+        values = {name: value for name, value in values.items() if isinstance(value, Tensor) and value.numel() == 1}
+        return {
+            "values": {name: float(value) for name, value in values.items()},
+            "seen": [name for name, value in values.items() if value is self._seen.get(name)],
+            "epochs": self._trainer.current_epoch - self._first_epoch,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from :meth:`state_dict`."""
+        self._restored = {name: torch.tensor(value) for name, value in state["values"].items()}
+        self._seen |= {name: self._restored[name] for name in state["seen"]}
+        self._epochs = state["epochs"]
 
     def mean_over_ranks(self, name: str) -> float | None:
         """The mean over all ranks of a metric's latest value (collective).
@@ -352,7 +370,7 @@ class LoggedMetrics:
         Raises:
             ConfigurationError: it is NaN, or has not been logged by all ranks.
         """
-        value = self._trainer.callback_metrics.get(name)
+        value = self._trainer.callback_metrics.get(name, self._restored.get(name))
         epochs = self._trainer.current_epoch - self._first_epoch
         occasions = epochs // (self._trainer.check_val_every_n_epoch or 1)
         if value is self._seen.get(name) and (value is not None or occasions == 0):

@@ -213,7 +213,7 @@ class ReplicaStrategy(HeteroStrategy):
     def on_train_start(self) -> None:
         super().on_train_start()
         self._metrics.begin()
-        self.begin_background_plans()
+        self.collaborators.begin_plans()
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -286,7 +286,7 @@ class ReplicaStrategy(HeteroStrategy):
         if saving.others_join(self.checkpoint_io):
             checkpoint[COMMON] = self.recovery.retry(lambda: self.engine.shared_state())
             view = self.engine.view
-            add_replicas(checkpoint, self._identity(), view, "", self.engine.losses, self.columns is not None)
+            add_replicas(checkpoint, self._identity(), view, "", self._seen(), self.columns is not None)
             self.weight_averages.save(checkpoint)
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
@@ -296,13 +296,17 @@ class ReplicaStrategy(HeteroStrategy):
         view, writes = self.engine.view, own is not None
         with self._shards.saving(io, filepath, writes, isinstance(io, WrappingCheckpointIO)) as save:
             self.weight_averages.save(checkpoint)
-            add_replicas(checkpoint, self._identity(), view, save, self.engine.losses, self.columns is not None)
+            add_replicas(checkpoint, self._identity(), view, save, self._seen(), self.columns is not None)
             with saving.raise_on_all_ranks(alone=False):
                 if own is not None:
                     shard = shards.shard_path(filepath, self._state_name(), save)
                     state = saving.on_cpu(io, {"format": FORMAT, "state": own})
                     io.save_checkpoint(state, shard, storage_options=storage_options)
             super().save_checkpoint(checkpoint, filepath, storage_options)  # last, so that it never lacks a shard
+
+    def _seen(self) -> dict[str, Any]:
+        """This rank's training loss, and logged metrics, as far as averagers have yet to see them."""
+        return {"losses": self.engine.losses.state_dict(), "metrics": self._metrics.state_dict()}
 
     def _state_name(self) -> str:
         """The name of what this rank saves of its replica: the replica's id, and with shards the rank's place in it."""
@@ -334,6 +338,7 @@ class ReplicaStrategy(HeteroStrategy):
             self._start_from_consensus(near, mine)
             return
         self.engine.load_state_dict(mine, self.optimizers)
+        self._metrics.load_state_dict(mine["metrics"])
         self._restore_precision(mine["precision"])
 
     def _restore_precision(self, state: dict[str, Any]) -> None:
@@ -397,13 +402,14 @@ class ReplicaStrategy(HeteroStrategy):
 
     @override
     def on_train_end(self) -> None:
-        self.end_background_plans()
+        self.collaborators.end_plans()
         self._shards.clean(self.checkpoint_io, self.engine.links.is_leader)
         super().on_train_end()
 
     @override
     def teardown(self) -> None:
-        self.close_background_plans()
+        if self.joined:
+            self.collaborators.close_plans()
         self.weight_averages.detach()
         self._source, self.weight_averages = saving.ResumedFile(), WeightAverages()
         super().teardown()

@@ -309,7 +309,7 @@ class ResumedFile:
                 f"{shard}. Copy or rename a checkpoint together with its shards."
             )
         problem = shards.agree_on_problem(problem, error)
-        return problem or {**not_none(state, "a replica's own state"), "losses": saved["losses"][view.rank]}
+        return problem or {**not_none(state, "a replica's own state"), **saved["ranks"][view.rank]}
 
     def nearest(self, checkpoint: Mapping[str, Any], who: CheckpointIdentity, view: View) -> dict[str, Any] | None:
         """The state of the nearest replica that is found here, if there are others than were saved (collective).

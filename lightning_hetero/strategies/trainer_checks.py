@@ -166,15 +166,17 @@ def averages_again(options: Mapping[str, Any]) -> None:
     )
 
 
-def one_pass(module: "pl.LightningModule", of_ranks: bool) -> str:
+def one_pass(module: "pl.LightningModule | None", of_ranks: bool) -> str:
     """The reason why a rank cannot run its part of a batch in several passes; empty if it can.
 
     Args:
-        module: to be trained.
+        module: to be trained; ``None`` under Fabric.
         of_ranks: whether each rank has training data of its own.
     """
     if of_ranks:
         return "each rank reads training data of its own."
+    if module is None:
+        return "Fabric runs a batch at once."
     if not module.automatic_optimization:
         return "with manual optimization training_step itself lets the optimizers step, after the first pass already."
     if is_sharded(module):

@@ -1,6 +1,7 @@
 """Exchanges with a center in virtual time: who comes how often, and where the center comes to rest."""
 
 import heapq
+import json
 import math
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -89,9 +90,8 @@ class InMemory(AsyncElasticAverager):
 class BothSides(InMemory):
     """The mutant: a rare client is also pulled more strongly."""
 
-    def after_step(self, context: StepContext) -> Any:
-        self._alpha = self._alpha * (self._rates.factor if self.debias else 1.0)
-        super().after_step(context)
+    def _end(self, exchange: Any, alpha: float, healthy: bool) -> Any:
+        return super()._end(exchange, alpha * (self._rates.factor if self.debias else 1.0), healthy)
 
 
 def center_of(kind: type[InMemory], debias: bool, events: int) -> float:
@@ -151,6 +151,24 @@ def test_rates_look_back_a_window() -> None:
     for own in range(10, 14):
         rates.observe([own, 2 * (own - 10)])  # and is twice as fast now
     assert rates.factor == pytest.approx(1.5)
+
+
+def test_rates_go_on_in_a_resumed_run_and_start_over_after_a_loss() -> None:
+    rates, resumed = ExchangeRates(1), ExchangeRates(1)
+    for counts in ([2, 1, 1], [5, 2, 3], [9, 3, 6]):
+        rates.observe(counts)
+    resumed.load_state_dict(json.loads(json.dumps(rates.state_dict())))
+    assert resumed.per_second() == pytest.approx(
+        rates.per_second(), rel=0.01
+    )  # the time between fits is none of theirs
+    assert resumed.factor == rates.factor == pytest.approx((7 + 2 + 5) / 3 / 2)
+    for each in (rates, resumed):
+        each.observe([11, 4, 7])
+    assert resumed.factor == rates.factor
+    resumed.observe([12, 8])  # one of three is gone
+    assert resumed.factor == 1.0
+    resumed.observe([13, 10])
+    assert resumed.factor == pytest.approx(3 / 2 / 2)
 
 
 def _views(flats: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
