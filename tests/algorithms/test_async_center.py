@@ -38,7 +38,7 @@ class MemoryCenter(Center):
     def open(self, values: Sequence[Tensor]) -> None:
         self.memory.values = self.memory.values or [value.clone() for value in values]
 
-    def push_pull(self, values: Sequence[Tensor], push: float) -> PushPull:
+    def push_pull(self, values: Sequence[Tensor], push: float, part: int = 0) -> PushPull:
         square = subtract_center(values, self.memory.values)
         push_center(values, self.memory.values, push, square)
         self.memory.counts[self.layout.replica] += 1
