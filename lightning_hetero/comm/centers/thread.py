@@ -163,7 +163,8 @@ class ChangeWire(CenterWire):
     """Sends changes in few bits: those that a client brings, and where the center is, from what the client knows of it.
 
     What a message of the client leaves out is added to its next one. What an answer leaves out is a part of the next
-    one anyway: both ends know what the client knows.
+    one anyway: both ends know what the client knows. Answers to ``topk`` come in 2 bits: momentum moves all values of
+    the center, and a few of them at a time would not keep up.
 
     Args:
         group: process group of the host and its clients.
@@ -177,7 +178,7 @@ class ChangeWire(CenterWire):
         super().__init__(group, other)
         dtype, self._part, self._hosts = DTYPES.get(wire), part, hosts
         self._changes = Narrow(dtype) if dtype else low_bit_encoding(wire)
-        self._answers = self._changes
+        self._answers = low_bit_encoding("2bit") if wire.startswith("topk") else self._changes
         self._known, self._tells = part.known, False
 
     @override
