@@ -4,10 +4,10 @@ import math
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from lightning_hetero.comm.centers.client import CenterOptions
 from lightning_hetero.comm.compression import Feedback, check_wire
 from lightning_hetero.comm.object_collectives import finite
 from lightning_hetero.errors import ConfigurationError
+from lightning_hetero.replicas.vectors import Replica
 
 #: Gives the parts of vectors that belong to parameters, and those that belong to buffers.
 Views = Callable[[Sequence[Tensor]], tuple[list[Tensor], list[Tensor]]]
@@ -341,10 +342,14 @@ class OuterAsyncAverager(AsyncCenterAverager):
         turn, count = self.visits % len(self._parts), len(self._parts)
         return (turn + 1) * self.local_steps // count - turn * self.local_steps // count
 
+    @property
+    def _next_fragment(self) -> tuple[int, tuple[slice, Replica]]:
+        p = (self.visits + 1) % len(self._parts)
+        return p, self._parts[p]
+
     def _visit(self, context: StepContext) -> None:
         """Bring the outer gradient of the next fragment to the center, and go on from there."""
-        p = (self.visits + 1) % len(self._parts)
-        vectors, replica = self._parts[p]
+        p, (vectors, replica) = self._next_fragment
         moved, begun_from, speeds = self._given[vectors], self.begun_from[vectors], torch.zeros_like(self.speeds)
         self._packed[vectors] = packed = replica.pack(self._packed[vectors])
         for out, value, start in zip(moved, packed, begun_from, strict=True):
@@ -377,6 +382,16 @@ class OuterAsyncAverager(AsyncCenterAverager):
     @override
     def status(self, step: int) -> dict[str, float | str]:
         return {**super().status(step), "local_steps": float(self.local_steps)}
+
+    @override
+    def after_loss(self, former: Mapping[str, Any], step: int, context: StepContext) -> None:
+        if self.commits >= 0 and self.counts[self.links.index] > self.visits:
+            # The center has what the visit has brought, and only its answer was lost: the visit is repeated.
+            _, (vectors, replica) = self._next_fragment
+            for start, value in zip(self.begun_from[vectors], replica.pack(), strict=True):
+                start.copy_(value)
+        self.counts = self.links.gather_of_replicas(self.visits)
+        super().after_loss(former, step, context)
 
     @override
     def replace_center(self, context: StepContext) -> None:

@@ -468,7 +468,7 @@ def test_all_save_and_stop_after_the_same_step_when_one_is_told_to(tmp_path: Pat
 CHANGE = among(
     "node/optimizer",
     "easgd_async/thread",
-    "diloco_async/int4",
+    "diloco_async/thread",
     "diloco/delay",
     "gossip/push",
     "gossip_push_sum/bf16",
