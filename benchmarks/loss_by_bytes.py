@@ -218,13 +218,13 @@ def by_theory(name: str, wire: str, module: nn.Module, ranks: int) -> float:
     return float(bytes_sent(values, 4, "fp32", ranks))
 
 
-def fit(contender: str, task: str, steps: int, seed: int, ranks: int, muon: bool) -> dict[str, Any]:
+def fit(contender: str, task: str, steps: int, seed: int, ranks: int, muon: bool, rate: float) -> dict[str, Any]:
     """Train for an epoch; the loss in the end, and the bytes that a rank has sent."""
     import contenders
 
     pl.seed_everything(seed, verbose=False)
     module = TASKS[task]()
-    module.ranks, module.muon = ranks, muon
+    module.ranks, module.muon, module.rate = ranks, muon, rate or module.rate
     trainer = jobs.quiet_trainer(strategy=contenders.parse(contender), max_epochs=1)
     trainer.fit(module, module.loader(steps))
     wire = re.search(r"wire=([^,]+)", contender)
@@ -232,7 +232,7 @@ def fit(contender: str, task: str, steps: int, seed: int, ranks: int, muon: bool
     sent = torch.tensor(theory or float(module.sent), dtype=torch.float64)
     torch.distributed.all_reduce(sent)
     about = {"task": task, "unit": module.unit, "contender": contender, "steps": steps, "seed": seed}
-    about |= {"ranks": ranks, "muon": muon}
+    about |= {"ranks": ranks, "muon": muon, "rate": rate}
     return {**about, "loss": module.tested(), "bytes": sent.item() / ranks, "load": os.getloadavg()[0]}
 
 
@@ -240,7 +240,7 @@ def worker(asked: str, kept: str) -> int:
     """Run what a file does not hold yet, and add it there."""
     torch.set_num_threads(1)
     options, file = json.loads(Path(asked).read_text()), Path(kept)
-    known = {"contender": "", "task": "", "steps": 0, "seed": 0, "ranks": RANKS, "muon": False}
+    known = {"contender": "", "task": "", "steps": 0, "seed": 0, "ranks": RANKS, "muon": False, "rate": 0.0}
     done = [{name: run.get(name, known[name]) for name in known} for run in read([file])]  # before any rank writes
     for seed in range(options["seeds"]):
         for contender in options["contenders"]:
@@ -327,6 +327,7 @@ def main() -> None:
     parser.add_argument("--task", choices=TASKS, default="digits")
     parser.add_argument("--ranks", type=int, default=RANKS)
     parser.add_argument("--muon", action="store_true", help="Muon for matrices, instead of AdamW for all")
+    parser.add_argument("--rate", type=float, default=0.0, help="learning rate; default: the task's, for AdamW")
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--save", type=Path, help="where to keep runs, and to look for those that are done")
@@ -337,7 +338,9 @@ def main() -> None:
         print(f"{asked.steps} steps, {asked.seeds} seeds; {jobs.machine()}", flush=True)
         with tempfile.TemporaryDirectory() as folder:
             asked.draw = [asked.save or Path(folder, "runs.jsonl")]
-            numbers = {name: getattr(asked, name) for name in ("contenders", "task", "steps", "seeds", "ranks", "muon")}
+            numbers = {
+                name: getattr(asked, name) for name in ("contenders", "task", "steps", "seeds", "ranks", "muon", "rate")
+            }
             options = Path(folder, "asked")
             options.write_text(json.dumps(numbers))
             jobs.launch(
@@ -346,7 +349,7 @@ def main() -> None:
             runs = read(asked.draw)
     else:
         runs = read(asked.draw)
-    settings = [(run["task"], run.get("ranks", RANKS), run.get("muon", False)) for run in runs]
+    settings = [(run["task"], *(run.get(name) for name in ("ranks", "muon", "rate"))) for run in runs]
     for setting in dict.fromkeys(settings):
         table([run for run, own in zip(runs, settings, strict=True) if own == setting])
     if asked.picture:

@@ -195,7 +195,7 @@ class ChangeWire(CenterWire):
         return 8 + coded + told + sum(rest.nbytes for rest in self._exact(values))
 
     def _exact(self, values: list[Tensor]) -> list[Tensor]:
-        """What travels as it is: buffers, and vectors that only the rule knows."""
+        """Values that travel as they are: buffers, and vectors that only the rule knows."""
         lengths = [*self._part.lengths, *[0] * (len(values) - len(self._known))]
         return [rest for value, length in zip(values, lengths, strict=True) if len(rest := value[length:])]
 
