@@ -15,6 +15,7 @@ from lightning_hetero.algorithms.center import CenteredAverager
 from lightning_hetero.algorithms.state import Own, PerReplica
 from lightning_hetero.comm.centers.base import Center
 from lightning_hetero.comm.centers.client import CenterClient, CenterOptions, layout_of, open_center
+from lightning_hetero.errors import ConfigurationError
 
 
 class ExchangeRates:
@@ -65,6 +66,18 @@ class ExchangeRates:
     def _since(self) -> list[int]:
         (_, first), (_, last) = self._seen[0], self._seen[-1]
         return [b - a for a, b in zip(first, last, strict=True)]
+
+
+def check_home(wire: str, center: str) -> None:
+    """See that a center can be where an option wants it.
+
+    Raises:
+        ConfigurationError: it has no wire there.
+    """
+    if wire != "fp32" and center not in ("auto", "thread"):
+        raise ConfigurationError(
+            f"wire={wire!r}: a center in {center} has no wire. Use wire='fp32' or center='thread'."
+        )
 
 
 class AsyncCenterAverager(CenteredAverager):

@@ -22,7 +22,7 @@ from lightning_hetero.algorithms.state import Own
 from lightning_hetero.comm.all_reduce import Average, Contribution
 from lightning_hetero.comm.staging import memory_like
 from lightning_hetero.errors import ConfigurationError
-from lightning_hetero.replicas.vectors import Replica
+from lightning_hetero.replicas.vectors import Partition, Replica
 
 
 @dataclass
@@ -45,6 +45,8 @@ class CenteredAverager(Averager):
 
     tau: int
     exclude: Sequence[str] = field(default=(), kw_only=True)
+    _cut: Partition | None = field(default=None, init=False, repr=False)  # into fragments
+
     traits = Traits(
         needs_others=False,
         fresh_start="the center",
@@ -74,7 +76,7 @@ class CenteredAverager(Averager):
 
     @override
     def make_replica(self, module: nn.Module, settle: Callable[[], None] | None = None) -> Replica:
-        replica = Replica(module, settle, self.exclude)
+        replica = Replica(module, settle, self.exclude, cut=self._cut)
         check_patterns(self.exclude, replica.names)
         return replica
 

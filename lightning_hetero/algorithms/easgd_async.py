@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-from lightning_hetero.algorithms.async_center import AsyncCenterAverager
+from lightning_hetero.algorithms.async_center import AsyncCenterAverager, check_home
 from lightning_hetero.algorithms.base import Outcome, StepContext
 from lightning_hetero.algorithms.easgd import ElasticBase, check_momentum, stability
 from lightning_hetero.algorithms.state import Own
@@ -17,7 +17,7 @@ from lightning_hetero.argument_checks import one_of
 from lightning_hetero.comm.centers.base import PushPull
 from lightning_hetero.comm.centers.client import CenterOptions, Home
 from lightning_hetero.comm.compression import refuse_low_bit
-from lightning_hetero.errors import ConfigurationError, NotFiniteError
+from lightning_hetero.errors import NotFiniteError
 
 
 class PushPullAverager(AsyncCenterAverager, ElasticBase):
@@ -55,9 +55,7 @@ class PushPullAverager(AsyncCenterAverager, ElasticBase):
         refuse_low_bit(self.wire, "where replicas meet the center one by one, no low-bit wire can be used")
         one_of("center", self.center, ("auto", "shared_memory", "thread", "mpi"))
         one_of("debias", self.debias, (True, False))
-        if self.wire != "fp32" and self.center not in ("auto", "thread"):
-            given = f"wire={self.wire!r}: a center in {self.center} has no wire."
-            raise ConfigurationError(f"{given} Use wire='fp32' or center='thread'.")
+        check_home(self.wire, self.center)
 
     @override
     def center_options(self) -> CenterOptions:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_hetero.algorithms.base import LowBitAverager, Outcome, StepContext
-from lightning_hetero.algorithms.center import CenteredAverager, check_patterns
+from lightning_hetero.algorithms.center import CenteredAverager
 from lightning_hetero.algorithms.schedules import TauSchedule
 from lightning_hetero.algorithms.state import InFlight, Own, PendingExchange, Shared
 from lightning_hetero.argument_checks import at_least_one, is_number
@@ -101,6 +101,16 @@ class Partitioner:
                 "replicas exchange. Give a number of fragments."
             )
         return best
+
+
+def partition(fragments: Fragments) -> Partitioner | None:
+    """The partition of a model into fragments; ``None``: into one.
+
+    Raises:
+        ConfigurationError: as for :class:`Partitioner`.
+    """
+    cut = Partitioner(fragments)
+    return None if fragments == 1 else cut
 
 
 def owning_module(name: str) -> str:
@@ -192,7 +202,7 @@ class StreamingAverager(LowBitAverager, CenteredAverager):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._cut = Partitioner(self.fragments)
+        self._cut = partition(self.fragments)
         name, longest = ("tau_max", self.tau_max) if self.tau == "auto" else ("tau", self.tau)
         if type(self.delay) is not int or not 0 <= self.delay < longest:
             raise ConfigurationError(
@@ -212,13 +222,6 @@ class StreamingAverager(LowBitAverager, CenteredAverager):
         at_least_one("tau_max", self.tau_max)
         if self.tau != "auto":
             at_least_one("tau", self.tau, ", or 'auto'")
-
-    @override
-    def make_replica(self, module: nn.Module, settle: Callable[[], None] | None = None) -> Replica:
-        cut = None if self.fragments == 1 else self._cut
-        replica = Replica(module, settle, self.exclude, cut=cut)
-        check_patterns(self.exclude, replica.names)
-        return replica
 
     @override
     def prepare(self) -> Outcome | None:

@@ -10,7 +10,7 @@ DASO_EVERY = 4  # steps between two exchanges, by default
 _FRAGMENTS = 4
 #: Bytes per parameter that a rank keeps to average gradients: the buckets of DDP; and on the host, what goes over gloo.
 BUCKETS, OVER_GLOO = 4, 8
-_ANY, _WIDE, _NONE = tuple(WIRES), ("fp32", "bf16"), ("fp32",)
+_ANY, _WIDE = tuple(WIRES), ("fp32", "bf16")
 
 
 class StrategyKind(NamedTuple):
@@ -113,7 +113,7 @@ CENTERS = (
         repeatable=False,
         kept=16,
     ),
-    StrategyKind("hetero_diloco_async", "DiLoCoAsyncStrategy", wires=_NONE, repeatable=False, kept=36),
+    StrategyKind("hetero_diloco_async", "DiLoCoAsyncStrategy", repeatable=False, kept=36),
 )
 #: Replicas that meet in pairs.
 PAIRS = (

@@ -66,12 +66,10 @@ LEAST_GRACE = 0.5  # seconds
 
 #: Options that some strategies have, and others could be thought to have: which, and why.
 _ELSEWHERE = {
-    "fragments": "Parts of the model take turns under hetero_diloco; with outer_lr=1.0 and outer_momentum=0.0 that is "
-    "the periodic average of hetero_node. Elastic centers, gossip and DASO exchange whole models: their rules "
-    "mix all values at once.",
+    "fragments": "Parts of the model take turns under hetero_diloco and hetero_diloco_async; with outer_lr=1.0 and "
+    "outer_momentum=0.0 that is the periodic average of hetero_node. Elastic centers, gossip and DASO exchange whole "
+    "models: their rules mix all values at once.",
     "delay": "hetero_diloco has it; hetero_daso (wait) and hetero_easgd_overlap exchange in the background, too.",
-    "wire": "This strategy sends fp32. hetero_ddp, hetero_node, hetero_daso, hetero_easgd, hetero_easgd_overlap, "
-    "hetero_eamsgd and hetero_diloco take any wire.",
 }
 
 

@@ -70,6 +70,23 @@ class CenterRule:
         push_center(values, center, push, square)
 
 
+class CenterPart(NamedTuple):
+    """Part of a center that one push-pull exchanges, such as a fragment of the model.
+
+    Attributes:
+        rule: what a push-pull does.
+        known: for a low-bit wire: what this client knows the center to be, in the center's first travelling vectors.
+            Its values are changes since then, and an answer says where the center is; its owner takes that over.
+        lengths: of these vectors, how many of the first values travel in low bits.
+        left_out: of these values, what earlier messages of this client have left out, in fp32.
+    """
+
+    rule: CenterRule = CenterRule()
+    known: Sequence[Tensor] = ()
+    lengths: Sequence[int] = ()
+    left_out: Sequence[Tensor] = ()
+
+
 class Center(ABC):
     """Vectors on the CPU, in fp32 or wider, and the number of push-pulls of each replica.
 
@@ -77,11 +94,11 @@ class Center(ABC):
 
     Args:
         layout: which ranks use it.
-        rule: what a push-pull does. Default: the elastic rule.
+        parts: that are exchanged one by one. Default: all of it, by the elastic rule.
     """
 
-    def __init__(self, layout: CenterLayout, rule: CenterRule | None = None) -> None:
-        self.layout, self.rule = layout, rule or CenterRule()
+    def __init__(self, layout: CenterLayout, parts: Sequence[CenterPart] = (CenterPart(),)) -> None:
+        self.layout, self.parts = layout, parts
 
     @abstractmethod
     def open(self, values: Sequence[Tensor]) -> None:
@@ -92,12 +109,13 @@ class Center(ABC):
         """
 
     @abstractmethod
-    def push_pull(self, values: Sequence[Tensor], push: float) -> PushPull:
+    def push_pull(self, values: Sequence[Tensor], push: float, part: int = 0) -> PushPull:
         """Exchange by the rule; by default ``D = values - center;  center += push D``, if ``D`` is finite.
 
         Args:
             values: vectors of the center's sizes and dtypes. They are overwritten with the answer, by default ``D``.
             push: how much of the difference the center moves by.
+            part: number of the part of the center.
 
         Raises:
             CommunicationError: the host of the center has ended, or does not answer in time.
