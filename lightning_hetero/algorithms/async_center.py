@@ -3,7 +3,7 @@
 import time
 from abc import abstractmethod
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +14,19 @@ from lightning_hetero.algorithms.base import Outcome, StepContext
 from lightning_hetero.algorithms.center import CenteredAverager
 from lightning_hetero.algorithms.state import PerReplica
 from lightning_hetero.comm.centers.base import Center
-from lightning_hetero.comm.centers.client import CenterClient, CenterOptions, layout_of, open_center
+from lightning_hetero.comm.centers.client import (
+    CenterClient,
+    CenterInColumns,
+    CenterLayout,
+    CenterOptions,
+    layout_of,
+    open_center,
+)
+from lightning_hetero.comm.columns import Layout, LayoutInColumns
+from lightning_hetero.errors import UnsupportedError
+
+#: Gives the parts of vectors that belong to parameters, and those that belong to buffers.
+Views = Callable[[Sequence[Tensor]], tuple[list[Tensor], list[Tensor]]]
 
 
 class ExchangeRates:
@@ -63,24 +75,57 @@ class AsyncCenterAverager(CenteredAverager):
         counts: of each replica, its exchanges with the center, as far as this one has seen.
     """
 
-    traits = replace(CenteredAverager.traits, lockstep=False, one_column=True)
+    traits = replace(CenteredAverager.traits, lockstep=False)
     counts = PerReplica[list[int]](lambda averager: [0] * averager.links.count)
     _center: Center
 
     @abstractmethod
-    def center_options(self) -> CenterOptions:
-        """The center's home, and the rule of an exchange."""
+    def center_options(self, views: Views) -> CenterOptions:
+        """The center's home, and the rule of an exchange.
+
+        Args:
+            views: tells apart what the center's first vectors have of parameters and of buffers.
+        """
 
     @property
     def center_vectors(self) -> list[Tensor]:
         """All vectors that the center keeps, as they were when all last looked."""
         return self.last_center
 
+    @property
+    def center_layout(self) -> Layout:
+        """Of each vector that the center keeps, the values in it, by name."""
+        return self.replica.layout[: self.replica.included]
+
     def make_center(self) -> Center:
         """The center of all replicas, not open yet (collective)."""
-        topology, groups = self.run.job
-        layout = layout_of(topology.rank, self.run.replicas, topology.world, groups.timeout)
-        return open_center(self.center_options(), topology, layout, groups, self.run.interface)
+        (topology, groups), links = self.run.job, self.links
+        if (cut := links.cut(self.center_layout)) is None:
+            layout = layout_of(topology.rank, self.run.replicas, topology.world, groups.timeout)
+            return open_center(self.center_options(self.replica.views), topology, layout, groups, self.run.interface)
+        centers = []
+        for number, ranks in enumerate(links.columns):
+            options = self.center_options(self._views_in(cut, number))
+            if options.home == "mpi":
+                raise UnsupportedError(
+                    "center='mpi' with a sharded model needs replicas of one size (ranks_per_node). Use "
+                    "center='thread'."
+                )
+            group = groups.get("the center's clients", ranks)
+            layout = CenterLayout(topology.rank, topology.world, ranks, links.index, groups.timeout, group)
+            centers.append(open_center(options, topology, layout, groups, self.run.interface))
+        return CenterInColumns(centers, cut)
+
+    def _views_in(self, cut: LayoutInColumns, column: int) -> Views:
+        parameters = set(self.replica.parameter_names)
+
+        def views(flats: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+            found: tuple[list[Tensor], list[Tensor]] = [], []
+            for name, part in cut.by_name(flats, column):
+                found[name not in parameters].append(part)
+            return found
+
+        return views
 
     @override
     def prepare(self) -> Outcome | None:

@@ -4,7 +4,7 @@ import math
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Literal
@@ -13,17 +13,15 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_hetero.algorithms.async_center import AsyncCenterAverager
+from lightning_hetero.algorithms.async_center import AsyncCenterAverager, Views
 from lightning_hetero.algorithms.base import Outcome, StepContext
 from lightning_hetero.algorithms.state import Own, PerReplica, Shared, model_values, zeros
 from lightning_hetero.argument_checks import is_number, one_of
 from lightning_hetero.comm.centers.base import CenterRule
 from lightning_hetero.comm.centers.client import CenterOptions
+from lightning_hetero.comm.columns import Layout
 from lightning_hetero.comm.object_collectives import finite
 from lightning_hetero.errors import ConfigurationError
-
-#: Gives the parts of vectors that belong to parameters, and those that belong to buffers.
-Views = Callable[[Sequence[Tensor]], tuple[list[Tensor], list[Tensor]]]
 
 
 class OuterRule(CenterRule, ABC):
@@ -240,11 +238,9 @@ class OuterAsyncAverager(AsyncCenterAverager):
         one_of("center", self.center, ("auto", "shared_memory", "thread"))
 
     @override
-    def center_options(self) -> CenterOptions:
+    def center_options(self, views: Views) -> CenterOptions:
         rule = MOMENTUM_RULES[self.momentum_rule]
-        return CenterOptions(
-            self.center, rule=rule(self.links.count, self.outer_lr, self.outer_momentum, self.replica.views)
-        )
+        return CenterOptions(self.center, rule=rule(self.links.count, self.outer_lr, self.outer_momentum, views))
 
     @override
     def prepare(self) -> Outcome | None:
@@ -257,6 +253,12 @@ class OuterAsyncAverager(AsyncCenterAverager):
     @override
     def center_vectors(self) -> list[Tensor]:
         return [*self.last_center, self.speeds, *self.momentum, *self.gradient_sum, self.arrivals]
+
+    @property
+    @override
+    def center_layout(self) -> Layout:
+        layout = super().center_layout
+        return [*layout, {"": self.speeds}, *layout, *layout, {"": self.arrivals}]
 
     @property
     @override

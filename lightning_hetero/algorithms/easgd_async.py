@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-from lightning_hetero.algorithms.async_center import AsyncCenterAverager
+from lightning_hetero.algorithms.async_center import AsyncCenterAverager, Views
 from lightning_hetero.algorithms.base import Outcome, StepContext
 from lightning_hetero.algorithms.easgd import ElasticBase, check_momentum, stability
 from lightning_hetero.algorithms.state import Own
@@ -59,7 +59,7 @@ class PushPullAverager(AsyncCenterAverager, ElasticBase):
             raise ConfigurationError(f"{given} Use wire='fp32' or center='thread'.")
 
     @override
-    def center_options(self) -> CenterOptions:
+    def center_options(self, views: Views) -> CenterOptions:
         return CenterOptions(self.center, self.locked, self.in_turn, self.wire)
 
     @override

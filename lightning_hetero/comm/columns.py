@@ -74,6 +74,15 @@ class LayoutInColumns:
         """The parts of vectors of this layout that a column exchanges: new memory."""
         return [join(vector, self.segments(i), column) for i, vector in enumerate(vectors)]
 
+    def by_name(self, parts: Sequence[Tensor], column: int) -> Iterator[tuple[str, Tensor]]:
+        """What is in :meth:`parts` of each value, by its name."""
+        for part, values in zip(parts, self._layout, strict=False):
+            of_values = [
+                [s for s in self._cut(name, value.numel()) if s.column == column] for name, value in values.items()
+            ]
+            lengths = [sum(stop - start for _, start, stop in segments) for segments in of_values]
+            yield from zip(values, part.split(lengths), strict=True)
+
     def put(self, parts: Sequence[Tensor], vectors: Sequence[Tensor], column: int) -> None:
         """Write parts to where :meth:`parts` takes them from."""
         for i, (part, vector) in enumerate(zip(parts, vectors, strict=True)):

@@ -4,6 +4,7 @@ import itertools
 import os
 import time
 import warnings
+from datetime import timedelta
 from statistics import median
 from typing import Any
 
@@ -22,6 +23,8 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_hetero import HeteroMonitor, SharedStream
+from lightning_hetero.comm.centers import client
+from lightning_hetero.comm.threads import Background
 from lightning_hetero.errors import CheckpointError, HeteroError, NotFiniteError, UnsupportedError
 from lightning_hetero.strategies.table import ENTRIES
 
@@ -48,6 +51,8 @@ class ShardedNet(Sharded, Net):
     def configure_optimizers(self) -> torch.optim.Optimizer:
         if self.optimizer == "nesterov":
             return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9, nesterov=True)
+        if self.optimizer == "momentum":
+            return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
         return super().configure_optimizers()
 
 
@@ -65,7 +70,10 @@ def fit(
     name: str, shards: bool = True, kind: type[Any] = ShardedNet, samples: int = 101, epochs: int = 2, **given: Any
 ) -> list[torch.Tensor]:
     options = {key: value for key, value in given.items() if key in ("gradient_clip_val", "accumulate_grad_batches")}
-    strategy = STRATEGIES[name](**{key: value for key, value in given.items() if key not in (*options, "optimizer")})
+    left = (*options, "optimizer", "turns")
+    if "turns" in given:
+        client.Background = InTurn(given["turns"])  # type: ignore[assignment,misc]
+    strategy = STRATEGIES[name](**{key: value for key, value in given.items() if key not in left})
     module = kind(optimizer=given.get("optimizer", "sgd"))
     module.shards = shards
     warnings.filterwarnings("ignore", "Replicas of the job|FSDP2-wrapped module .* returned a view")
@@ -103,7 +111,7 @@ SYNCHRONOUS: dict[str, dict[str, Any]] = {
     "hetero_gossip_push_sum": {"replica": "node"},
 }
 #: Strings whose ranks exchange all of their shards in one column.
-ONE_COLUMN = ("hetero_easgd_round_robin", "hetero_gossip_push_sum")
+ONE_COLUMN = ("hetero_gossip_push_sum",)
 SHAPES = {"2x2": [2, 2], "2+1": [2, 1], "1x3": [1, 1, 1]}
 
 
@@ -362,6 +370,57 @@ ASYNCHRONOUS: dict[str, dict[str, Any]] = {
     "hetero_gossip_async": {},
     "hetero_diloco_async": {"tau": 4},
 }
+
+
+class InTurn:
+    """Lets replicas meet their center one after the other, over and over: so the result is always the same.
+
+    Args:
+        sizes: of the replicas.
+    """
+
+    def __init__(self, sizes: list[int]) -> None:
+        firsts = [0, *itertools.accumulate(sizes)]
+        self.replicas = [range(*pair) for pair in itertools.pairwise(firsts)]
+        self.rank, self.visits = int(os.environ["RANK"]), 0
+        self.index = next(i for i, ranks in enumerate(self.replicas) if self.rank in ranks)
+
+    def __call__(self, visit: Any) -> Background[Any]:
+        number, self.visits = self.visits, self.visits + 1
+
+        def in_turn() -> Any:
+            store = dist.distributed_c10d._get_default_store()
+            if self.index or number:
+                before = [f"visit {number - (not self.index)} of {rank}" for rank in self.replicas[self.index - 1]]
+                store.wait(before, timedelta(seconds=60))
+            found = visit()
+            store.set(f"visit {number} of {self.rank}", "")
+            return found
+
+        return Background(in_turn)
+
+
+#: Options of each string with a center, to which replicas come one by one.
+WITH_CENTER: dict[str, tuple[str, dict[str, Any]]] = {
+    "shared memory": ("hetero_easgd_async", {"tau": 2, "center": "shared_memory"}),
+    "thread": ("hetero_easgd_async", {"tau": 2, "center": "thread"}),
+    "hogwild": ("hetero_easgd_hogwild", {"tau": 2}),
+    "momentum": ("hetero_measgd_async", {"tau": 2, "optimizer": "momentum"}),
+    "diloco": ("hetero_diloco_async", {"tau": 4, "follow_speed": False, "center": "shared_memory"}),
+    "diloco, thread": ("hetero_diloco_async", {"tau": 4, "follow_speed": False, "center": "thread"}),
+    "look ahead": ("hetero_diloco_async", {"tau": 3, "follow_speed": False, "momentum_rule": "look_ahead"}),
+}
+
+
+@pytest.mark.long(after=2)
+@pytest.mark.parametrize("sizes", [[2, 1], [2, 2], [1, 2, 3]], ids=str)
+@pytest.mark.parametrize("case", WITH_CENTER)
+def test_shards_meet_a_center_as_whole_replicas_do(case: str, sizes: list[int]) -> None:
+    name, given = WITH_CENTER[case]
+    options = {"replica": "node", "ranks_per_node": sizes, "balance": "off", "turns": sizes, **given}
+    ours, theirs = (run(fit, sum(sizes), name, shards=shards, **options) for shards in (True, False))
+    assert distance(ours[0], theirs[0]) < 1e-10
+    assert all(distance(ours[0], each) == 0 for each in ours)
 
 
 @pytest.mark.long(after=1)

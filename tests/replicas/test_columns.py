@@ -48,7 +48,7 @@ def test_each_value_is_exchanged_once(sizes: list[int], rows: list[int]) -> None
                 start += length
     found = Counter[tuple[str, int, tuple[int, ...]]]()
     for rank in range(sum(sizes)):
-        columns = Columns(replicas, rank, lengths, ["buffer"])
+        columns = Columns(replicas, rank, lengths)
         assert columns.ranks == sorted(set(columns.ranks))
         assert all(rank in column and len(column) == len(sizes) for column in columns.ranks)
         assert all(segment[1:] == (0, 3) for segment in columns.cut("buffer", 3))
@@ -93,7 +93,7 @@ class Job:
 
     def columns(self, rank: int) -> Columns:
         lengths = [{name: len(numbers) for name, numbers in of.items()} for of in self.held]
-        return Columns(self.replicas, rank, lengths, ["buffer"])
+        return Columns(self.replicas, rank, lengths)
 
     def links(self, rank: int) -> ReplicaLinks:
         """The network between replicas, of the rank that this process is."""
