@@ -1,6 +1,6 @@
 """Gossip: replicas average in pairs, without a center and without a collective."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Literal
 
 from torch import Tensor
@@ -50,8 +50,6 @@ class MatchedAverager(RoundGossipAverager, PairAverager):
 
     Source: GoSGD, Blot et al. 2016; GossipGraD, Daily et al. 2018.
     """
-
-    traits = replace(PairAverager.traits, one_column=False)
 
     @override
     def before_step(self, context: StepContext) -> None:
@@ -158,4 +156,4 @@ class FirstComeAverager(PairAverager):
     @override
     def before_save(self) -> None:
         with self.client.paused():  # exchanges that one of a pair has counted the other has, too
-            self._collect()
+            self._collect(withdraw=self.links.in_columns is not None)  # some columns may have exchanged, others not

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Generic, TypeVar
 
 from torch import Tensor
@@ -44,7 +44,7 @@ class GossipAverager(Averager, Generic[T]):
         missed: those that were not, by peer: late, frozen, dead, unreachable.
     """
 
-    traits = Traits(lockstep=False, one_column=True, fresh_start="the values with which all have begun")
+    traits = Traits(lockstep=False, fresh_start="the values with which all have begun")
     kind: ClassVar[Any]
 
     wire: Wire = field(default="fp32", kw_only=True)
@@ -148,6 +148,7 @@ class PushAverager(GossipAverager[PushClient]):
         mail: pushes that had come and were not taken in yet when the state was last saved, or a replica was lost.
     """
 
+    traits = replace(GossipAverager.traits, one_column=True)
     kind = PushClient
     mail = Own[list[tuple]](lambda averager: [])
 

@@ -447,11 +447,11 @@ class ReplicaLinks:
             received.append([t.clone() for t in tensors] if cut is None else cut.parts(tensors, number))
             for part in received[-1] if group is not None else ():
                 dist.broadcast(part, ranks[0], group=group)
-        for number, parts in reversed([*enumerate(received)]):
-            for tensor, part in zip(tensors, parts, strict=True) if cut is None else ():
-                tensor.copy_(part)
-            if cut is not None:
-                cut.put(parts, tensors, number)
+        if cut is not None:
+            cut.put(received, tensors)
+            return
+        for tensor, part in zip(tensors, received[0], strict=True):
+            tensor.copy_(part)
 
     def value_of(self, rank: int, value: T) -> T:
         """The value of a rank; where each has a shard, of the one of its replica that has this one's.

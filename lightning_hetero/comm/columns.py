@@ -83,10 +83,14 @@ class LayoutInColumns:
             lengths = [sum(stop - start for _, start, stop in segments) for segments in of_values]
             yield from zip(values, part.split(lengths), strict=True)
 
-    def put(self, parts: Sequence[Tensor], vectors: Sequence[Tensor], column: int) -> None:
-        """Write parts to where :meth:`parts` takes them from."""
-        for i, (part, vector) in enumerate(zip(parts, vectors, strict=True)):
-            spread(part, vector, self.segments(i), column)
+    def put(self, parts: Sequence[Sequence[Tensor]], vectors: Sequence[Tensor]) -> None:
+        """Write the parts of all columns to where :meth:`parts` takes them from.
+
+        Of what is in several columns, such as buffers, the first one counts.
+        """
+        for column in reversed(range(len(parts))):
+            for i, (part, vector) in enumerate(zip(parts[column], vectors, strict=True)):
+                spread(part, vector, self.segments(i), column)
 
     def pieces(self, state: Any, column: int, name: str | None = None) -> Any:
         """State, with what a column exchanges in the place of its tensors.

@@ -14,7 +14,14 @@ from torch import Tensor
 
 from lightning_hetero.comm.all_reduce import ReplicaLinks
 from lightning_hetero.comm.compression import DTYPES
-from lightning_hetero.comm.gossip import ANY, PairsInColumns, PairTransport, PushTransport, ReceivedPush
+from lightning_hetero.comm.gossip import (
+    ANY,
+    PairsInColumns,
+    PairTransport,
+    PushTransport,
+    ReceivedPush,
+    part_of_the_way,
+)
 from lightning_hetero.comm.gossip_peers import Session
 from lightning_hetero.comm.object_collectives import finite
 from lightning_hetero.comm.transport import KEY_BYTES, HostPort
@@ -209,7 +216,10 @@ class PairClient(PeerClient[PairTransport]):
         traffic.add(int(sent), now - self._began, 0.0)
         found = self.difference(vectors)
         self.distance = math.sqrt(sum(float(vector.dot(vector)) for vector in found))
-        return found, weight / (weight + self._weight) if weight else 0.0
+        if isinstance(self.transport, PairsInColumns):
+            self.transport.scale(found, self._weight)
+            return found, 1.0
+        return found, part_of_the_way(weight, self._weight)
 
     @contextmanager
     def paused(self) -> Iterator[None]:

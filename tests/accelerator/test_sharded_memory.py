@@ -9,6 +9,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch.strategies import ModelParallelStrategy
 from ranks import run
 from tasks import FAST
 from test_device_memory import Memory, OnHost
@@ -87,7 +88,10 @@ def measured(name: str, options: dict[str, Any]) -> tuple[int, int, int]:
     patch.setattr(vectors, "SMALLEST", 1 << 10)
     memory, host, world = Memory(getattr(torch, kind)), OnHost(), int(os.environ["WORLD_SIZE"])
     settings = {**FAST, "accelerator": kind, "devices": 1, "num_nodes": world, "max_steps": STEPS}
-    strategy = STRATEGIES[name](balance="off", **options)
+    if name == "plain":
+        strategy = ModelParallelStrategy(data_parallel_size=world, process_group_backend="gloo")
+    else:
+        strategy = STRATEGIES[name](balance="off", **options)
     trainer = pl.Trainer(strategy=strategy, callbacks=[memory, host], limit_val_batches=0, **settings)
     trainer.fit(Deep(), DataLoader(TensorDataset(torch.randn(6 * world * STEPS, WIDTH)), batch_size=6))
     patch.undo()
@@ -100,13 +104,15 @@ def measured(name: str, options: dict[str, Any]) -> tuple[int, int, int]:
     [
         ("hetero_node", [2, 1], 12),  # the reference, this replica's values, the mean
         ("hetero_ddp", [2], 0),
+        ("plain", [2], 0),
         ("hetero_diloco", [2, 2], 16),
     ],
 )
 def test_a_rank_holds_its_shards_and_few_layers(fake: str, name: str, sizes: list[int], on_host: int) -> None:
-    options = {} if name == "hetero_ddp" else {**OPTIONS[name], "ranks_per_node": sizes}
+    options = {} if name in ("hetero_ddp", "plain") else {**OPTIONS[name], "ranks_per_node": sizes}
     env = {"FAKE_LIBRARY": fake, "FAKE_GLOO": "stage"}
     found = run(measured, sum(sizes), name, options, nodes=[1] * sum(sizes), env=env)
+    print("MEASURED", name, sizes, [b / (4 * WIDTH**2) for _, b, _ in found], [h / (4 * WIDTH**2) for h, _, _ in found])
     layer, data = 4 * WIDTH**2, 4 * WIDTH * 6 * sum(sizes) * STEPS
     shards = [LAYERS * layer // size for size in sizes for _ in range(size)]
     for shard, (held, beyond, host) in zip(shards, found, strict=True):

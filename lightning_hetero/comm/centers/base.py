@@ -164,10 +164,6 @@ class CenterInColumns(Center):
     def _parts(self, values: Sequence[Tensor]) -> list[tuple[Center, list[Tensor]]]:
         return [(center, self._cut.parts(values, number)) for number, center in enumerate(self._centers)]
 
-    def _put(self, parts: Sequence[Sequence[Tensor]], out: Sequence[Tensor]) -> None:
-        for number, of_column in reversed([*enumerate(parts)]):  # of what is in all columns the first one's counts
-            self._cut.put(of_column, out, number)
-
     @property
     def _cut(self) -> LayoutInColumns:
         assert self.cut is not None
@@ -187,7 +183,7 @@ class CenterInColumns(Center):
     def push_pull(self, values: Sequence[Tensor], push: float) -> PushPull:
         parts = self._parts(values)
         seen = [center.push_pull(part, push) for center, part in parts]
-        self._put([part for _, part in parts], values)
+        self._cut.put([part for _, part in parts], values)
         return PushPull(sum(each.square for each in seen), seen[0].counts, sum(each.sent for each in seen))
 
     @override
@@ -206,7 +202,7 @@ class CenterInColumns(Center):
         values = (
             [new.new_empty(n) for n, new in zip(self._cut.sizes, parts[0], strict=True)] if out is None else list(out)
         )
-        self._put(parts, values)
+        self._cut.put(parts, values)
         return values, counts[0]
 
     @override
