@@ -425,8 +425,17 @@ class ReplicaLinks:
 
         Collective over all ranks.
         """
-        values = self.gather(value)
-        return [values[rank] for rank in self._peers]
+        return self.gather_in_columns([value] * max(len(self._columns), 1))[0]
+
+    def gather_in_columns(self, values: Sequence[T]) -> list[list[T]]:
+        """Of each column of this rank one value per replica; see :meth:`gather_of_replicas`.
+
+        Args:
+            values: of this rank, one for each of its columns; one where it has no shard.
+        """
+        columns = [tuple(ranks) for ranks in self._columns or [self._peers]]
+        everyone = self.gather(dict(zip(columns, values, strict=True)))
+        return [[everyone[rank][ranks] for rank in ranks] for ranks in columns]
 
     def broadcast_from_first(self, tensors: Sequence[Tensor], cut: LayoutInColumns | None = None) -> None:
         """Give all ranks the tensors of the first replica, in place; where each has a shard, those of this shard.
