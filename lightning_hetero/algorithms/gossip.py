@@ -91,11 +91,9 @@ class DirectedAverager(RoundGossipAverager, PushAverager):
         targets, sources = self.partners(self.rule, round_number)
         if self.exchange == "pull":
             targets, sources = sources, targets
-        own = self.pack()
-        moves = [
-            [torch.zeros_like(value, dtype=wide_dtype(value)) for value in part] for part in self.client.parts(own)
-        ]
-        for column, part in zip(self.client, self.client.parts(own), strict=True):
+        parts = self.client.parts(self.pack())
+        moves = [[torch.zeros_like(value, dtype=wide_dtype(value)) for value in part] for part in parts]
+        for column, part in zip(self.client, parts, strict=True):
             column.lay_out(part)
             for peer in targets:
                 column.send(peer, round_number, 1.0)
