@@ -89,7 +89,7 @@ def measured(name: str, options: dict[str, Any]) -> tuple[int, int, int]:
     memory, host, world = Memory(getattr(torch, kind)), OnHost(), int(os.environ["WORLD_SIZE"])
     settings = {**FAST, "accelerator": kind, "devices": 1, "num_nodes": world, "max_steps": STEPS}
     if name == "plain":
-        strategy = ModelParallelStrategy(data_parallel_size=world, process_group_backend="gloo")
+        strategy = ModelParallelStrategy(data_parallel_size=world, process_group_backend=f"cpu:gloo,{kind}:gloo")
     else:
         strategy = STRATEGIES[name](balance="off", **options)
     trainer = pl.Trainer(strategy=strategy, callbacks=[memory, host], limit_val_batches=0, **settings)

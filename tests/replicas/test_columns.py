@@ -136,6 +136,25 @@ def test_state_of_another_replica_is_put_together(sizes: Sequence[int]) -> None:
             torch.testing.assert_close(layouts[rank].whole(theirs), state(job, of, rank), rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("sizes", [(2, 1), (1, 3), (4, 2, 3)])
+def test_parts_of_vectors_come_back(sizes: Sequence[int]) -> None:
+    """Of a buffer, which is in all columns, the first one counts; parts tell apart what is of which value."""
+    job, whole = Job(sizes), drawn([0])
+    for rank in range(job.world):
+        layout, vector = LayoutInColumns(job.layout(rank), job.columns(rank).cut), job.part(whole, rank)
+        parts = [layout.parts([vector], number) for number in range(len(job.columns(rank).ranks))]
+        named = [dict(layout.by_name(part, number)) for number, part in enumerate(parts)]
+        for name, numbers in job.held[rank].items():
+            found = torch.cat([part[name] for part in named])
+            torch.testing.assert_close(found, whole[name][numbers.start : numbers.stop], rtol=0, atol=0)
+        assert all(torch.equal(part["buffer"], whole["buffer"]) for part in named)
+        for part in named[1:]:
+            part["buffer"].zero_()
+        back = torch.full_like(vector, torch.nan)
+        layout.put(parts, [back])
+        assert torch.equal(back, vector)
+
+
 class OneColumn:
     """Stands for a transport of a column: exchanges what is offered with a peer that has zeros, or misses it."""
 
