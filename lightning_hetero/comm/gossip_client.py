@@ -349,6 +349,7 @@ class PushClients(list[PushClient]):
     ) -> None:
         self._links, self.cut = links, links.in_columns
         connected: list[Any] = _connected(PushTransport, endpoint, links, _like(origin, wire)) or [None]
+        self._columns = range(len(connected))
         counters = [met, *(Counter[int]() for _ in connected[1:])]
         super().__init__(
             PushClient(links, transport, own, wire, endpoint.deadline, counter, missed)
@@ -357,8 +358,8 @@ class PushClients(list[PushClient]):
 
     def parts(self, vectors: Sequence[Tensor]) -> list[list[Tensor]]:
         """Of each column its parts of vectors: new memory, unless there is one column."""
-        cut, links = self.cut, self._links
-        return [list(vectors)] if cut is None else [cut.parts(vectors, n) for n in range(len(links.columns))]
+        cut = self.cut
+        return [list(vectors)] if cut is None else [cut.parts(vectors, number) for number in self._columns]
 
     def put(self, parts: Sequence[Sequence[Tensor]], vectors: Sequence[Tensor]) -> None:
         """Write what :meth:`parts` has returned back into vectors."""

@@ -127,8 +127,12 @@ def test_a_connection_by_which_ranks_agree_is_left_alone() -> None:
 
 def test_a_connection_with_two_descriptors_is_kept_once() -> None:
     """Another thread may look at it then: what lingers is closed later, and not left to the garbage collector."""
-    one, other = socket.socketpair()
-    with one, other, one.dup(), warnings.catch_warnings():
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listener,
+        socket.create_connection(listener.getsockname()) as one,
+        one.dup(),
+        warnings.catch_warnings(),
+    ):
         warnings.simplefilter("error", ResourceWarning)
         leaks: list[object] = []
         sys.unraisablehook, usual = leaks.append, sys.unraisablehook
@@ -139,4 +143,3 @@ def test_a_connection_with_two_descriptors_is_kept_once() -> None:
             sys.unraisablehook = usual
         assert one.recv(1) == b""
         assert not leaks
-        assert other.send(b"x") == 1  # it can still be written to
