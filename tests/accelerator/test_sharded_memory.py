@@ -101,7 +101,7 @@ def of_plain_pytorch() -> int:
     connect(patch)
     dist.init_process_group("gloo")
     memory, model = getattr(torch, kind), Deep()
-    object.__setattr__(model, "device_mesh", {"data_parallel": DeviceMesh.from_group(dist.group.WORLD, kind)})
+    model._device_mesh = {"data_parallel": DeviceMesh.from_group(dist.group.WORLD, kind)}  # type: ignore[assignment]
     model.configure_model()
     model.to_empty(device=kind)
     for layer in model.net:
