@@ -84,7 +84,7 @@ class PushSumAverager(PushAverager):
         self.replica.unpack(self._unbiased(held))
 
     def _held(self, vectors: Sequence[Tensor]) -> list["_Column"]:
-        """What this replica holds in each column, if ``vectors`` are ``x``."""
+        """Values and weights of this replica in each column, if ``vectors`` are ``x``."""
         parts = zip(self.client.parts(vectors), self.client.parts(self.reference), strict=True)
         return [_Column(*each) for each in zip(*zip(*parts, strict=True), self.weights, self.alone, strict=True)]
 
@@ -101,7 +101,7 @@ class PushSumAverager(PushAverager):
         return whole
 
     def _learned(self, x: Sequence[Tensor], z: Sequence[Tensor], samples_per_replica: Sequence[int]) -> list["_Column"]:
-        """What this replica holds after ``x += s (z_after - z_before)``, where ``z`` are ``z_after``."""
+        """Values and weights after ``x += s (z_after - z_before)``, where ``z`` are ``z_after``."""
         held = self._held(x)
         own = [value.to("cpu", old.dtype) for value, old in zip(z, x, strict=True)]
         share = samples_per_replica[self.links.index] * len(samples_per_replica) / sum(samples_per_replica)
@@ -186,7 +186,7 @@ class PushSumAverager(PushAverager):
 
 @dataclass
 class _Column:
-    """What a replica holds of the values that a column of ranks exchanges.
+    """Values and weight of a replica in a column of ranks.
 
     Attributes:
         x: ``x``, as vectors.

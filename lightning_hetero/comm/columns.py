@@ -75,7 +75,7 @@ class LayoutInColumns:
         return [join(vector, self.segments(i), column) for i, vector in enumerate(vectors)]
 
     def by_name(self, parts: Sequence[Tensor], column: int) -> Iterator[tuple[str, Tensor]]:
-        """What is in :meth:`parts` of each value, by its name."""
+        """The values in :meth:`parts`, each after its name."""
         for part, values in zip(parts, self._layout, strict=False):
             of_values = [
                 [s for s in self._cut(name, value.numel()) if s.column == column] for name, value in values.items()

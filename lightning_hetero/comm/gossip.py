@@ -479,7 +479,7 @@ class PairTransport(PeerTransport):
 
 
 def part_of_the_way(theirs: float, own: float) -> float:
-    """How far a replica of one weight goes towards one of another."""
+    """The part of the way that a replica of one weight goes towards one of another."""
     return theirs / (theirs + own) if theirs else 0.0
 
 

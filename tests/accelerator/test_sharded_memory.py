@@ -59,9 +59,9 @@ class Deep(pl.LightningModule):
 def by_way_of_the_host(collective: Any) -> Any:
     """A collective of two tensors, for those of the fake device, of which gloo knows nothing."""
 
-    def staged(output: Tensor, own: Tensor, *args: Any, **kwargs: Any) -> None:
+    def staged(output: Tensor, input: Tensor, *args: Any, **kwargs: Any) -> None:
         there = output.cpu()
-        collective(there, own.cpu(), *args, **{**kwargs, "async_op": False})
+        collective(there, input.cpu(), *args, **{**kwargs, "async_op": False})
         output.copy_(there)
 
     return staged
