@@ -140,7 +140,6 @@ def test_a_rank_holds_no_more_than_fully_shard_alone(
     options = {} if name == "hetero_ddp" else {**OPTIONS[name], "ranks_per_node": sizes}
     env = {"FAKE_LIBRARY": fake, "FAKE_GLOO": "stage"}
     found = run(measured, sum(sizes), name, options, nodes=[1] * sum(sizes), env=env)
-    print("MEASURED", name, plain / (4 * WIDTH**2), [each / (4 * WIDTH**2) for _, each, _ in found])
     layer, data = 4 * WIDTH**2, 4 * WIDTH * 6 * sum(sizes) * STEPS
     shards = [LAYERS * layer // size for size in sizes for _ in range(size)]
     for shard, (held, beyond, host) in zip(shards, found, strict=True):
