@@ -98,7 +98,11 @@ class AsyncCenterAverager(CenteredAverager):
         return self.replica.layout[: self.replica.included]
 
     def make_center(self) -> Center:
-        """The center of all replicas, not open yet (collective)."""
+        """The center of all replicas, not open yet (collective).
+
+        Raises:
+            UnsupportedError: on every rank: it cannot live there.
+        """
         (topology, groups), links = self.run.job, self.links
         if (cut := links.cut(self.center_layout)) is None:
             layout = layout_of(topology.rank, self.run.replicas, topology.world, groups.timeout)
