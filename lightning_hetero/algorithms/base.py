@@ -51,8 +51,6 @@ class Traits:
     Attributes:
         blocking: all ranks wait for each other after a step that is :meth:`~Averager.due`.
         lockstep: all replicas exchange after the same steps.
-        one_column: a rank exchanges all of its shards with one rank of each other replica: where models are sharded,
-            replicas must be of one size.
         needs_others: one replica alone has nothing to average, and the averager is not asked.
         fresh_start: what a replica continues with after its own values were left out of an average because they were
             not finite, in words.
@@ -68,7 +66,6 @@ class Traits:
 
     blocking: bool = True
     lockstep: bool = True
-    one_column: bool = False
     needs_others: bool = True
     fresh_start: str = "the mean of the others"
     between: str = ""

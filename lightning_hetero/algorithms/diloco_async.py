@@ -12,20 +12,18 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_hetero.algorithms.async_center import AsyncCenterAverager, check_home
+from lightning_hetero.algorithms.async_center import AsyncCenterAverager, Views, check_home
 from lightning_hetero.algorithms.base import Outcome, StepContext
 from lightning_hetero.algorithms.fragments import Fragments, partition
 from lightning_hetero.algorithms.state import Own, PerReplica, Scratch, Shared, model_values, zeros
 from lightning_hetero.argument_checks import is_number, one_of
-from lightning_hetero.comm.centers.base import CenterPart, CenterRule
+from lightning_hetero.comm.centers.base import CenterPart, CenterRule, T
 from lightning_hetero.comm.centers.client import CenterOptions
+from lightning_hetero.comm.columns import Layout
 from lightning_hetero.comm.compression import Feedback, check_wire
 from lightning_hetero.comm.object_collectives import finite
 from lightning_hetero.errors import ConfigurationError
 from lightning_hetero.replicas.vectors import Replica
-
-#: Gives the parts of vectors that belong to parameters, and those that belong to buffers.
-Views = Callable[[Sequence[Tensor]], tuple[list[Tensor], list[Tensor]]]
 
 
 class OuterRule(CenterRule, ABC):
@@ -61,7 +59,7 @@ class OuterRule(CenterRule, ABC):
         self._fragment, self._vectors = fragment, vectors
 
     @override
-    def travelling(self, center: Sequence[Tensor]) -> Sequence[Tensor]:
+    def travelling(self, center: Sequence[T]) -> Sequence[T]:
         count = (len(center) - 2) // 3
         return [*center[:count][self._vectors], center[count]]
 
@@ -282,11 +280,11 @@ class OuterAsyncAverager(AsyncCenterAverager):
         return Feedback(self.wire, [[length] for length in lengths], 1)
 
     @override
-    def center_options(self) -> CenterOptions:
+    def center_options(self, views: Callable[[slice], Views]) -> CenterOptions:
         made, left_out = [], [] if self.feedback is None else self.feedback.sent
         for p, (vectors, replica) in enumerate(self._parts):
             rule = MOMENTUM_RULES[self.momentum_rule]
-            rule_of_part = rule(self.links.count, self.outer_lr, self.outer_momentum, replica.views, p, vectors)
+            rule_of_part = rule(self.links.count, self.outer_lr, self.outer_momentum, views(vectors), p, vectors)
             known, lengths = self.begun_from[vectors], replica.parameter_lengths
             made.append(CenterPart(rule_of_part, known, lengths, left_out[vectors]))
         return CenterOptions(self.center, wire=self.wire, parts=made)
@@ -301,6 +299,12 @@ class OuterAsyncAverager(AsyncCenterAverager):
     @override
     def center_vectors(self) -> list[Tensor]:
         return [*self.last_center, self.speeds, *self.momentum, *self.gradient_sum, self.arrivals]
+
+    @property
+    @override
+    def center_layout(self) -> Layout:
+        layout = super().center_layout
+        return [*layout, {"": self.speeds}, *layout, *layout, {"": self.arrivals}]
 
     @property
     @override

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-from lightning_hetero.algorithms.async_center import AsyncCenterAverager, check_home
+from lightning_hetero.algorithms.async_center import AsyncCenterAverager, Views, check_home
 from lightning_hetero.algorithms.base import Outcome, StepContext
 from lightning_hetero.algorithms.easgd import ElasticBase, check_momentum, stability
 from lightning_hetero.algorithms.state import Own
@@ -58,7 +58,7 @@ class PushPullAverager(AsyncCenterAverager, ElasticBase):
         check_home(self.wire, self.center)
 
     @override
-    def center_options(self) -> CenterOptions:
+    def center_options(self, views: Callable[[slice], Views]) -> CenterOptions:
         return CenterOptions(self.center, self.locked, self.in_turn, self.wire)
 
     @override

@@ -14,11 +14,11 @@ from lightning_hetero.algorithms.topologies import Rule, sends
 from lightning_hetero.argument_checks import is_number
 from lightning_hetero.comm.compression import Wire, refuse_low_bit
 from lightning_hetero.comm.gossip import ReceivedPush
-from lightning_hetero.comm.gossip_client import Endpoint, PairClient, PushClient
+from lightning_hetero.comm.gossip_client import Endpoint, PairClient, PushClients, pair_client
 from lightning_hetero.comm.gossip_peers import EXCHANGE
 from lightning_hetero.errors import ConfigurationError
 
-T = TypeVar("T", PairClient, PushClient)
+T = TypeVar("T", PairClient, PushClients)
 
 
 @dataclass
@@ -38,14 +38,14 @@ class GossipAverager(Averager, Generic[T]):
         ConfigurationError: a value that cannot work.
 
     Attributes:
-        kind: class of :attr:`client`.
+        connect: makes :attr:`client`.
         client: exchanges with the peers of this replica, since :meth:`prepare`.
         met: completed exchanges with each peer.
         missed: those that were not, by peer: late, frozen, dead, unreachable.
     """
 
-    traits = Traits(lockstep=False, one_column=True, fresh_start="the values with which all have begun")
-    kind: ClassVar[Any]
+    traits = Traits(lockstep=False, fresh_start="the values with which all have begun")
+    connect: ClassVar[Any]
 
     wire: Wire = field(default="fp32", kw_only=True)
     deadline: float = field(default=30.0, kw_only=True)
@@ -67,7 +67,7 @@ class GossipAverager(Averager, Generic[T]):
         topology, groups = self.run.job
         limit = groups.timeout.total_seconds() / EXCHANGE
         endpoint = Endpoint(self.run.interface, topology.places[topology.rank].host, min(self.deadline, limit))
-        self.client = self.kind(endpoint, self.links, self.reference, self.wire, self.met, self.missed)
+        self.client = self.connect(endpoint, self.links, self.reference, self.wire, self.met, self.missed)
         if self.links.count == 1:
             return Outcome(info="there is one replica, so nobody to gossip with: it trains alone.")
         return None
@@ -134,29 +134,36 @@ class PairAverager(GossipAverager[PairClient]):
     though they may have taken steps since.
     """
 
-    kind = PairClient
+    connect = staticmethod(pair_client)
 
 
 @dataclass
-class PushAverager(GossipAverager[PushClient]):
+class PushAverager(GossipAverager[PushClients]):
     """Base of one-way gossip: sends to some peers in each round, and takes what has come from others.
 
     Attributes:
-        mail: pushes that had come and were not taken in yet when the state was last saved, or a replica was lost.
+        mail: pushes that had come and were not taken in yet when the state was last saved, or a replica was lost; each
+            after the number of its column.
     """
 
-    kind = PushClient
+    connect = PushClients
     mail = Own[list[tuple]](lambda averager: [])
 
     @override
     def before_save(self) -> None:
-        self.mail = [tuple(push) for push in self.client.waiting()]
+        self.mail = [(number, *push) for number, pushes in enumerate(self.client.waiting()) for push in pushes]
 
     @override
     def after_restore(self) -> None:
-        self.client.restore([ReceivedPush(*push) for push in self.mail])
+        self.client.restore([(number, ReceivedPush(*push)) for number, *push in self.mail])
 
     @override
     def absorb_arrived(self, lost: Sequence[int]) -> None:
         super().absorb_arrived(lost)  # what was lost with a replica is lost, but not what has come from it
-        self.mail = [(-1, *push[1:]) for push in self.mail]  # peers have other numbers now
+        self.mail = [(number, -1, *push) for number, _, *push in self.mail]  # peers have other numbers now
+        if self.client.cut is not None:  # and columns other values
+            self.take_mail()
+            self.mail = []
+
+    def take_mail(self) -> None:
+        """Take in what can still be used of :attr:`mail`."""

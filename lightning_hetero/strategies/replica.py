@@ -47,7 +47,6 @@ from lightning_hetero.strategies.options import documented
 from lightning_hetero.strategies.trainer_checks import (
     averages_again,
     complex_parameters,
-    needs_one_column,
     two_points,
     unsupported,
 )
@@ -202,8 +201,6 @@ class ReplicaStrategy(HeteroStrategy):
                 "exchanges at its own pace, and ranks that get the same samples would not. Use tensor_parallel_size=1; "
                 "or hetero_node, hetero_daso, hetero_easgd or hetero_diloco."
             )
-        if self.columns is not None and not self.columns.alike:
-            raise_on_all(needs_one_column(averager, view.ranks, type(self).__name__), "the model's shards")
         # Ranks at their own pace keep in step if their shares are right in the mean.
         self.accounting.planner.rotates = 1 < view.world == view.count and not averager.traits.lockstep
         metrics = self._metrics.mean_over_ranks

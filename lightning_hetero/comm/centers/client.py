@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_hetero.comm.agreement import raise_on_all
 from lightning_hetero.comm.all_reduce import ReplicaLinks
-from lightning_hetero.comm.centers.base import Center, CenterLayout, CenterPart, PushPull
+from lightning_hetero.comm.centers.base import Center, CenterInColumns, CenterLayout, CenterPart, PushPull
 from lightning_hetero.comm.centers.mpi import MPICenter, mpi_missing
 from lightning_hetero.comm.centers.shared import SharedCenter
 from lightning_hetero.comm.centers.thread import ThreadCenter
@@ -23,6 +23,7 @@ from lightning_hetero.errors import UnsupportedError
 
 __all__ = [
     "Center",
+    "CenterInColumns",
     "CenterLayout",
     "CenterOptions",
     "CenterPart",
@@ -162,8 +163,8 @@ class CenterClient:
             counts.copy_(torch.tensor(seen))
 
         def received() -> list[Tensor]:
-            for tensor in (counts, *out):
-                self._links.broadcast_from(layout.host, tensor)
+            self._links.broadcast_from_first([counts])
+            self._links.broadcast_from_first(out, self.center.cut)
             return [counts, *out]
 
         counts, *center = collective("receive the center", received)

@@ -55,8 +55,8 @@ class SharedCenter(Center):
                     f"no room for a center of {size} bytes in shared memory: {error}. Use center='thread', or make "
                     "room: containers take --shm-size."
                 )
-        raise_on_all(problem, "the center in shared memory")
-        path = gather(memory.path if memory else "", "the center's file")[self.layout.host]
+        raise_on_all(problem, "the center in shared memory", self.layout.group)
+        path = gather(memory.path if memory else "", "the center's file", self.layout.group)[self.layout.place]
         if self.layout.is_client:
             try:
                 self._table, *self._values = (memory or MappedVectors(like, path)).vectors
@@ -66,15 +66,15 @@ class SharedCenter(Center):
                 problem = ConfigurationError(
                     f"cannot open the center's file in shared memory; use center='thread': {error}"
                 )
-        dist.barrier()  # all clients have opened it
+        dist.barrier(self.layout.group)  # all clients have opened it
         if memory:
             memory.hide()
-        raise_on_all(problem, "the center in shared memory")
+        raise_on_all(problem, "the center in shared memory", self.layout.group)
         if self.layout.is_client:
             fcntl.lockf(self._file, fcntl.LOCK_EX, 1, _ALIVE + self.layout.replica)
         if self.layout.rank == self.layout.host:
             self.write(values, [0] * len(self.layout.leaders))
-        dist.barrier()
+        dist.barrier(self.layout.group)
 
     @override
     def push_pull(self, values: Sequence[Tensor], push: float, part: int = 0) -> PushPull:

@@ -420,7 +420,7 @@ class ThreadCenter(Center):
         layout, seconds = self.layout, self.layout.timeout.total_seconds()
         if layout.rank == layout.host:
             self._wakeup = Wakeup(self._interface)
-        address = gather(self._wakeup and self._wakeup.address, "the center's address")[layout.host]
+        address = gather(self._wakeup and self._wakeup.address, "the center's address", layout.group)[layout.place]
         if not layout.is_client:
             return
         group = self._groups.get("the center", layout.leaders)
