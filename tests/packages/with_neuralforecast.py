@@ -34,7 +34,9 @@ def train(trainer: dict[str, Any]) -> None:
         random_seed=1,
         **trainer,
     )
-    NeuralForecast([model], freq=1).fit(table(), val_size=8)
+    forecast = NeuralForecast([model], freq=1)
+    forecast.models[0].trainer_kwargs["callbacks"] = trainer["callbacks"]  # it has copied the model, and them
+    forecast.fit(table(), val_size=8)
 
 
 if __name__ == "__main__":
