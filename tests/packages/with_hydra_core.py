@@ -1,6 +1,7 @@
 """Hydra: an application whose Trainer and strategy come from its configuration, started by torchrun and by itself."""
 
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -61,18 +62,23 @@ def start(by: list[str], strategy: str) -> list[Found]:
     with tempfile.TemporaryDirectory(prefix="packages-") as folder:
         (Path(folder) / "configuration.yaml").write_text(CONFIGURATION)
         command = [sys.executable, *by, __file__, f"--config-dir={folder}", f"trainer.strategy={strategy}"]
-        done = subprocess.run(
-            command,
-            cwd=folder,
-            env=os.environ | {"RESULTS": folder},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=SECONDS,
-        )
-        if done.returncode:
-            print(done.stdout[-4000:])
-            raise RuntimeError(f"{strategy}: exit code {done.returncode}")
+        with open(Path(folder) / "log.txt", "w+") as log:
+            job = subprocess.Popen(
+                command,
+                cwd=folder,
+                env=os.environ | {"RESULTS": folder},
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+            try:
+                job.wait(SECONDS)
+            except subprocess.TimeoutExpired:
+                os.killpg(job.pid, signal.SIGKILL)  # the ranks, too
+            if job.wait():
+                log.seek(0)
+                print(log.read()[-4000:])
+                raise RuntimeError(f"{strategy}: exit code {job.returncode}")
         return load(Path(folder))
 
 
