@@ -40,7 +40,7 @@ def _formula(display):
 def _without_links_to_folders(app, page, source):
     # On GitHub links lead to folders, and to texts outside of docs/, too; here these have no page.
     outside = r"\.\./" * (1 + page.count("/"))
-    source[0] = re.sub(rf"\[([^\]]+)\]\({outside}(?:[\w-]+/)*(?:[\w-]*|[\w-]+\.md)\)", r"\1", source[0])
+    source[0] = re.sub(rf"\[([^\]]+)\]\({outside}(?:[\w-]+/)*(?:[\w-]*|[\w-]+\.md(?:#[\w-]+)?)\)", r"\1", source[0])
 
 
 def setup(app):
