@@ -90,7 +90,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="lightning-hetero",
         description="Train with PyTorch Lightning on unequal machines and slow links.",
-        epilog="lightning-hetero SCRIPT.py ARGUMENTS runs your script, unchanged; Trainer(strategy=\"hetero_ddp\") then works in "
+        epilog='lightning-hetero SCRIPT.py ARGUMENTS runs your script, unchanged; Trainer(strategy="hetero_ddp") then works in '
         "it. Try first: lightning-hetero demo",
     )
     parser.add_argument("--version", action="version", version=f"lightning-hetero {__version__}")
@@ -104,9 +104,13 @@ def _parser() -> argparse.ArgumentParser:
         description="Measure devices and links, and suggest a strategy. It starts its own ranks, or runs on those that torchrun, "
         "mpiexec or srun has started. Begin with: lightning-hetero doctor --devices 2",
     )
-    doctor.add_argument("--devices", default="auto", help="number of ranks on this machine, unless a launcher starts them")
+    doctor.add_argument(
+        "--devices", default="auto", help="number of ranks on this machine, unless a launcher starts them"
+    )
     doctor.add_argument("--accelerator", default="auto", help="cpu, gpu, ... (%(default)s)")
-    doctor.add_argument("--num-nodes", type=_at_least_one, default=1, help="number of nodes, as for the Trainer (%(default)s)")
+    doctor.add_argument(
+        "--num-nodes", type=_at_least_one, default=1, help="number of nodes, as for the Trainer (%(default)s)"
+    )
     doctor.add_argument(
         "--ranks-per-node", type=_at_least_one, help="pretend that so many ranks are one node, to try things out"
     )
@@ -114,7 +118,9 @@ def _parser() -> argparse.ArgumentParser:
     doctor.add_argument(
         "--batch-size", type=_at_least_one, default=64, help="samples per rank, for the built-in model (%(default)s)"
     )
-    doctor.add_argument("--timeout", type=_seconds, default=60.0, help="longest wait for a rank, in seconds (%(default)s)")
+    doctor.add_argument(
+        "--timeout", type=_seconds, default=60.0, help="longest wait for a rank, in seconds (%(default)s)"
+    )
     doctor.add_argument("--interface", help="network interface to the other nodes, such as wg0")
     doctor.add_argument("--ports", help="ports to listen on, such as 29500-29540")
     doctor.add_argument("--save", type=Path, help="write the measurements to this file, for plan --from")
@@ -142,22 +148,43 @@ def _add_plan(commands: Any) -> None:
         description="Predict time, bytes and speed of a step under all strategies, and recommend one. It only computes. Example: "
         "lightning-hetero plan --nodes 64 --ranks 8 --params 1.3B --link 1gbit --step 0.4 --speeds 1,1,0.5",
     )
-    plan.add_argument("--from", dest="measured", type=_file, help="use what doctor --save has written; other options override it")
+    plan.add_argument(
+        "--from", dest="measured", type=_file, help="use what doctor --save has written; other options override it"
+    )
     cluster = plan.add_argument_group("the machines (defaults in parentheses)", argument_default=argparse.SUPPRESS)
     cluster.add_argument("--nodes", type=_at_least_one, help="number of nodes (2)")
     cluster.add_argument("--ranks", type=_at_least_one, help="number of ranks per node (4)")
     cluster.add_argument("--params", type=_parameters, help="parameters of the model, such as 350M or 1.3B (25e6)")
     cluster.add_argument("--step", type=_seconds, help="seconds that a rank of speed 1 takes for a step (0.3)")
-    cluster.add_argument("--speeds", type=_speeds, help="speeds of the ranks, one after another and repeated, such as 1,1,0.5 (1)")
+    cluster.add_argument(
+        "--speeds", type=_speeds, help="speeds of the ranks, one after another and repeated, such as 1,1,0.5 (1)"
+    )
     cluster.add_argument("--batch", type=_at_least_one, help="samples per rank and step (32)")
-    cluster.add_argument("--fixed", type=float, help="part of a step that does not depend on the number of samples (0.1)")
-    cluster.add_argument("--link", type=_rate, help="speed of the link between nodes, such as 1gbit, 200mbit or 125MB (1gbit)")
+    cluster.add_argument(
+        "--fixed", type=float, help="part of a step that does not depend on the number of samples (0.1)"
+    )
+    cluster.add_argument(
+        "--link", type=_rate, help="speed of the link between nodes, such as 1gbit, 200mbit or 125MB (1gbit)"
+    )
     cluster.add_argument("--latency", type=float, help="latency of that link, in seconds (2e-4)")
     cluster.add_argument("--inside", type=_rate, help="speed of the links between ranks of a node (5GB)")
-    cluster.add_argument("--handling", type=_rate, help="parameters that a rank packs and mixes per second (500MB: one core)")
-    plan.add_argument("--every", type=_at_least_one, help="steps between two exchanges (default: the best for each strategy)")
-    plan.add_argument("--wire", choices=("fp32", "bf16", "int8", "int4"), help="number format of exchanges (default: the best for each strategy)")
-    plan.add_argument("--most", type=_at_least_one, default=512, help="largest number of nodes in the table of weak scaling (%(default)s)")
+    cluster.add_argument(
+        "--handling", type=_rate, help="parameters that a rank packs and mixes per second (500MB: one core)"
+    )
+    plan.add_argument(
+        "--every", type=_at_least_one, help="steps between two exchanges (default: the best for each strategy)"
+    )
+    plan.add_argument(
+        "--wire",
+        choices=("fp32", "bf16", "int8", "int4"),
+        help="number format of exchanges (default: the best for each strategy)",
+    )
+    plan.add_argument(
+        "--most",
+        type=_at_least_one,
+        default=512,
+        help="largest number of nodes in the table of weak scaling (%(default)s)",
+    )
     plan.add_argument("--out", type=Path, help="draw the weak scaling as this PNG")
 
 

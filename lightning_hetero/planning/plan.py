@@ -211,7 +211,9 @@ def run(
     )
     if measured is None and (assumed := [name for name in ClusterOptions._fields if name not in given]):
         defaults = ClusterOptions()._asdict() | {"speeds": "1"}
-        Console().print("assumed, not given: " + ", ".join(f"--{name} {_short(name, defaults[name])}" for name in assumed))
+        Console().print(
+            "assumed, not given: " + ", ".join(f"--{name} {_short(name, defaults[name])}" for name in assumed)
+        )
     plan(cluster, every, wire, most if linked else None, out)
 
 
