@@ -90,8 +90,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="lightning-hetero",
         description="Train with PyTorch Lightning on unequal machines and slow links.",
-        epilog='lightning-hetero SCRIPT.py ARGUMENTS runs your script, unchanged; Trainer(strategy="hetero_ddp") then works in '
-        "it. Try first: lightning-hetero demo",
+        epilog="lightning-hetero SCRIPT.py ARGUMENTS runs your script, unchanged, with the strategies registered. "
+        "Try first: lightning-hetero demo",
     )
     parser.add_argument("--version", action="version", version=f"lightning-hetero {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
@@ -101,8 +101,8 @@ def _parser() -> argparse.ArgumentParser:
     doctor = commands.add_parser(
         "doctor",
         help="measure devices and links, and suggest a strategy; --selftest checks GPUs",
-        description="Measure devices and links, and suggest a strategy. It starts its own ranks, or runs on those that torchrun, "
-        "mpiexec or srun has started. Begin with: lightning-hetero doctor --devices 2",
+        description="Measure devices and links, and suggest a strategy. It starts its own ranks, or runs on those that "
+        "torchrun, mpiexec or srun has started. Begin with: lightning-hetero doctor --devices 2",
     )
     doctor.add_argument(
         "--devices", default="auto", help="number of ranks on this machine, unless a launcher starts them"
@@ -127,14 +127,14 @@ def _parser() -> argparse.ArgumentParser:
     doctor.add_argument(
         "--selftest",
         action="store_true",
-        help="instead: check the GPUs of this machine by training on them, for some minutes; prints a table for an issue",
+        help="instead: train on the GPUs of this machine, for some minutes, and print a table to paste into an issue",
     )
     _add_plan(commands)
     demo = commands.add_parser(
         "demo",
         help="see it work: train on emulated fast and slow devices, for two minutes",
-        description="Train the same model under ddp, hetero_ddp and hetero_daso, on four emulated devices of unequal speed. "
-        "Prints who waits and how fast each is, and draws it. Takes about two minutes.",
+        description="Train the same model under ddp, hetero_ddp and hetero_daso, on four emulated devices of unequal "
+        "speed. Prints who waits and how fast each is, and draws it. Takes about two minutes.",
     )
     demo.add_argument("--out", type=Path, default=Path("demo_results"), help="folder for the results (%(default)s)")
     demo.add_argument("--epochs", type=_at_least_one, default=6, help="epochs of each training (%(default)s)")
@@ -145,8 +145,8 @@ def _add_plan(commands: Any) -> None:
     plan = commands.add_parser(
         "plan",
         help="predict the speed of all strategies, on measured or on described machines",
-        description="Predict time, bytes and speed of a step under all strategies, and recommend one. It only computes. Example: "
-        "lightning-hetero plan --nodes 64 --ranks 8 --params 1.3B --link 1gbit --step 0.4 --speeds 1,1,0.5",
+        description="Predict time, bytes and speed of a step under all strategies, and recommend one. It only computes. "
+        "Example: lightning-hetero plan --nodes 64 --ranks 8 --params 1.3B --link 1gbit --step 0.4 --speeds 1,1,0.5",
     )
     plan.add_argument(
         "--from", dest="measured", type=_file, help="use what doctor --save has written; other options override it"
