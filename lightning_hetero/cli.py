@@ -145,7 +145,7 @@ def _add_plan(commands: Any) -> None:
     plan = commands.add_parser(
         "plan",
         help="predict the speed of all strategies, on measured or on described machines",
-        description="Predict time, bytes and speed of a step under all strategies, and recommend one. It only computes. "
+        description="Predict time, bytes and speed of a step under all strategies, and recommend one. "
         "Example: lightning-hetero plan --nodes 64 --ranks 8 --params 1.3B --link 1gbit --step 0.4 --speeds 1,1,0.5",
     )
     plan.add_argument(
