@@ -211,11 +211,16 @@ def run(
     )
     if measured is None and (assumed := [name for name in ClusterOptions._fields if name not in given]):
         defaults = ClusterOptions()._asdict() | {"speeds": "1"}
-        Console().print("assumed, not given: " + ", ".join(f"--{name} {_short(defaults[name])}" for name in assumed))
+        Console().print(
+            "assumed, not given: " + ", ".join(f"--{name} {_short(name, defaults[name])}" for name in assumed)
+        )
     plan(cluster, every, wire, most if linked else None, out)
 
 
-def _short(value: Any) -> str:
+def _short(name: str, value: Any) -> str:
+    """As it would be typed."""
+    if name in ("link", "inside", "handling"):
+        return f"{value / 1e9:g}GB" if value >= 1e9 else f"{value / 1e6:g}MB"
     return value if isinstance(value, str) else f"{value:g}"
 
 
