@@ -32,6 +32,9 @@ class IdleSteps:
     Args:
         accounting: of this rank's batches.
         several: whether there are several replicas.
+
+    Attributes:
+        left_out: ranks that have left out steps in the running epoch; the same on every rank.
     """
 
     #: The first steps are looked at in any case: what happens in one of ``n`` steps happens in the first.
@@ -40,6 +43,7 @@ class IdleSteps:
     def __init__(self, accounting: BatchAccounting, several: bool) -> None:
         self._accounting, self._several, self._seen = accounting, several, 0
         self._met = False  # whether ranks have met in the running step
+        self.left_out = set[int]()
 
     def met(self, name: str) -> None:
         """Note that ranks meet in the running training step.
@@ -67,6 +71,7 @@ class IdleSteps:
             log: logs what it would have logged; that counts for nothing.
         """
         accounting = self._accounting
+        self.left_out.update(accounting.idle_ranks)
         if accounting.idle:
             log()
             return zero_loss(module)
