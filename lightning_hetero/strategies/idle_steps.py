@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Callable, Iterator
 from operator import attrgetter
+from types import MappingProxyType
 from typing import Any
 
 import lightning.pytorch as pl
@@ -17,6 +18,8 @@ from lightning_hetero.replicas.sharding import is_sharded
 from lightning_hetero.strategies.replica_ddp import ReplicaDDP, sparse_embedding
 
 _changes = attrgetter("_version")  # how often a tensor has changed in place, as autograd counts
+#: Objects that attributes hold are looked at so deep, unless they hold more.
+DEEP, MANY = 3, 100
 _OF_LIGHTNING = frozenset(vars(pl.LightningModule()))  # attributes that are not the user's
 
 
@@ -32,6 +35,9 @@ class IdleSteps:
     Args:
         accounting: of this rank's batches.
         several: whether there are several replicas.
+
+    Attributes:
+        left_out: ranks that have left out steps in the running epoch; the same on every rank.
     """
 
     #: The first steps are looked at in any case: what happens in one of ``n`` steps happens in the first.
@@ -40,6 +46,7 @@ class IdleSteps:
     def __init__(self, accounting: BatchAccounting, several: bool) -> None:
         self._accounting, self._several, self._seen = accounting, several, 0
         self._met = False  # whether ranks have met in the running step
+        self.left_out = set[int]()
 
     def met(self, name: str) -> None:
         """Note that ranks meet in the running training step.
@@ -67,6 +74,7 @@ class IdleSteps:
             log: logs what it would have logged; that counts for nothing.
         """
         accounting = self._accounting
+        self.left_out.update(accounting.idle_ranks)
         if accounting.idle:
             log()
             return zero_loss(module)
@@ -110,21 +118,34 @@ class IdleSteps:
 
 def _state(module: nn.Module) -> Iterator[Any]:
     """Traces that a training step could leave in a module, other than gradients, buffers and metrics."""
+    seen = set[int]()
     for part in module.modules():
         if isinstance(part, Metric | MetricCollection):
             continue
+        deep = 0 if type(part).__module__.startswith("torch.") else DEEP
         for name, value in vars(part).items():
             if name not in _OF_LIGHTNING:
-                yield name, _look(value)
+                yield name, _look(value, deep, seen)
     for parameter in module.parameters():
         if not parameter.requires_grad:
-            yield _look(parameter)
+            yield _look(parameter, 0, seen)
 
 
-def _look(value: Any) -> Any:
-    """Mark of a value, which differs once it was replaced, or changed in place."""
+def _look(value: Any, deep: int, seen: set[int]) -> Any:
+    """Mark of a value, which differs once it was replaced, or changed in place.
+
+    Args:
+        value: of an attribute.
+        deep: how many levels of what it holds are looked at.
+        seen: objects that were looked at.
+    """
     if isinstance(value, bool | int | float | str | None):
         return value
     if isinstance(value, Tensor):
         return id(value), 0 if value.is_inference() else _changes(value)
-    return id(value), len(value) if isinstance(value, list | dict | set | deque) else 0
+    held: Any = value if isinstance(value, list | tuple | dict | set | deque) else getattr(value, "__dict__", ())
+    if not deep or len(held) > MANY or id(value) in seen or isinstance(value, nn.Module | pl.Trainer):
+        return id(value), len(held)
+    seen.add(id(value))
+    inside = list(held.values() if isinstance(held, dict | MappingProxyType) else held)
+    return id(value), [_look(each, deep - 1, seen) for each in inside]

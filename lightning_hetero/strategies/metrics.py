@@ -25,9 +25,11 @@ from lightning_hetero.lightning_compat import (
     AgreedMetrics,
     Unsynced,
     let_callbacks_find,
+    logged_key,
     logged_metric,
     logged_names,
     monitored_by,
+    results_of,
     step_value_kept,
     unsynced,
 )
@@ -57,6 +59,42 @@ class LoggedInPasses:
             if isinstance(value, Metric):
                 value._update_count = max(value._update_count, 1)  # or it warns that it knows nothing
             not_none(results, "what it was logged to").log("training_step", name, value, *args, **kwargs)
+
+    def agree(self, module: "pl.LightningModule", collectives: Collectives, follows: bool) -> None:
+        """Let ranks have logged the same in an epoch in which some have left out steps (collective).
+
+        Values of an epoch are reduced one after the other. If names come up, or are not logged any more, while a rank
+        has no samples, ranks would wait for each other there.
+
+        Args:
+            module: that logs; it knows the metrics.
+            collectives: tell what rank 0 has logged, which leaves out no step.
+            follows: whether this rank has left out steps. What it logs now counts for nothing.
+        """
+        trainer = module.trainer
+        results = not_none(results_of(trainer), "what is logged")
+        here = {name: key for name in self._latest if (key := logged_key(results, "training_step", name))}
+        own = dict[str, Any](sync_dist_fn=None, sync_dist_group=None)  # of each rank
+        told = {
+            name: (None if isinstance(value, Metric) else value, args, {**kwargs, **own})
+            for name, (value, args, kwargs) in self._latest.items()
+            if name in here
+        }
+        told, order = collectives.broadcast((told, list(results)), home=module.device, place="what is logged")
+        if not follows:
+            return
+        for name in here.keys() - told:
+            results[here[name]].reset()  # it was not logged
+        self.begin([0])
+        kept, self._latest = {name: self._latest[name] for name in here if name in told}, {}
+        for name in told.keys() - here:
+            value, args, kwargs = told[name]
+            value = module.get_submodule(kwargs["metric_attribute"]) if value is None else value
+            self._latest[name] = value, args, {**kwargs, "sync_dist_fn": trainer.strategy.reduce}
+        self.repeat(results)
+        self._latest |= kept
+        for key in filter(results.__contains__, order):
+            results[key] = results.pop(key)
 
     def begin(self, sizes: Sequence[float]) -> None:
         """A batch has come; ``sizes``: samples of each pass on it."""

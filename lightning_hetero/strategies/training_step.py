@@ -352,6 +352,12 @@ class TrainingStep:
     def batch_ended(self, trainer: "pl.Trainer", window: bool = False) -> None:
         """This rank has done its work on a batch, and perhaps on a window."""
         if self._accounting.drawn is not None:
+            last = lightning_compat.epoch_ends(trainer) or 0 <= trainer.max_steps <= trainer.global_step + 1
+            if self._idle.left_out and last:
+                counted, self._counted = self._counted, 0.0
+                follows, self._idle.left_out = self._accounting.loaders.rank in self._idle.left_out, set()
+                self._logging.agree(trainer.lightning_module, self._collectives, follows)
+                self._counted = counted
             ends = window and not lightning_compat.accumulates(trainer)
             self._accounting.end(
                 report=self._engine.note_batch_end(

@@ -8,6 +8,7 @@ import signal
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -32,13 +33,6 @@ SLOWER = [*SPEEDS[:2], (0.24, 0.184)]
 FAST_AGAIN = [*SPEEDS[:2], (0.04, 0.012)]
 
 
-class Seen:
-    """The steps that a rank has run: the batch, and its samples in it. No attribute of the module holds the list."""
-
-    def __init__(self) -> None:
-        self.steps: list[tuple[int, int]] = []
-
-
 class Plain(pl.LightningModule):
     """A small regression with BatchNorm's buffers, trained with AdamW."""
 
@@ -47,14 +41,14 @@ class Plain(pl.LightningModule):
         torch.manual_seed(7)
         self.net = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1)).double()
         self.register_buffer("batches", torch.zeros(()))
-        self.seen = Seen()
+        self.see = list[tuple[int, int]]().append  # steps that a rank has run, and its samples; a hidden trace
 
     def loss(self, batch: Any) -> torch.Tensor:
         x, y, *_ = batch
         return nn.functional.mse_loss(self.net(x), y)
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        self.seen.steps.append((self.trainer.fit_loop.epoch_loop.total_batch_idx, len(batch[3])))
+        self.see((self.trainer.fit_loop.epoch_loop.total_batch_idx, len(batch[3])))
         self.batches += 1
         loss = self.loss(batch)
         self.log("train", loss)
@@ -87,6 +81,24 @@ class Epochs(Plain):
         self.metric(loss.detach(), weight=len(batch[3]))
         self.log("metric", self.metric, on_step=False, on_epoch=True)
         self.log("synced", loss, on_step=False, on_epoch=True, sync_dist=True)
+        return loss
+
+
+class Changing(Epochs):
+    """Logs other names once the slow rank has no samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.late = MeanMetric().double()
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = super().training_step(batch, batch_idx)
+        if self.current_epoch < 2:
+            self.log("early", 2 * loss, on_step=False, on_epoch=True, sync_dist=True)
+            return loss
+        self.late(loss.detach(), weight=len(batch[3]))
+        self.log("late metric", self.late, on_step=False, on_epoch=True)
+        self.log("late", 3 * loss, on_step=False, on_epoch=True, sync_dist=True)
         return loss
 
 
@@ -130,7 +142,7 @@ def _fit(
         instance.fit(module, loader, ckpt_path=path)
     return {
         "parameters": parameters(module),
-        "seen": module.seen.steps,
+        "seen": module.see.__self__,
         "seconds": [after - before for before, after in itertools.pairwise(ends.ends)],
         "told": [line for line in told if " on rank " in line and "samples" in line],
         "metrics": {name: float(value) for name, value in instance.callback_metrics.items()},
@@ -218,17 +230,15 @@ def test_weights_are_those_of_one_process_while_a_rank_is_idle_and_when_it_is_ba
                 assert result["metrics"][value] == pytest.approx(float(alone.trainer.callback_metrics[value]))
 
 
-def _logs_while_idle() -> dict[str, Any]:
-    return _fit(Epochs, max_epochs=4)
-
-
-def test_means_over_an_epoch_in_which_a_rank_has_had_no_sample() -> None:
-    results = run(_logs_while_idle, 3)
+@pytest.mark.parametrize("make", [Epochs, Changing])
+def test_means_over_an_epoch_in_which_a_rank_has_had_no_sample(make: Any) -> None:
+    results = run(_fit, 3, make, max_epochs=4)
     assert {*range(64, 84)} <= idle_steps(results[2], 84) | {64}  # all of the last epoch, but a probe
-    alone = oracle(Epochs, TOTAL, TOTAL * 20 + 7, max_epochs=4)
+    truth = oracle(make, TOTAL, TOTAL * 20 + 7, max_epochs=4).trainer.callback_metrics
+    assert {"metric", "synced"} <= truth.keys()
     for result in results:
-        for value in ("metric", "synced"):
-            assert result["metrics"][value] == pytest.approx(float(alone.trainer.callback_metrics[value]))
+        for name in truth.keys() - {"train"}:
+            assert result["metrics"][name] == pytest.approx(float(truth[name])), name
 
 
 def test_a_stream_gives_an_idle_rank_nothing() -> None:
@@ -248,6 +258,18 @@ class Counting(Plain):
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         self.steps += 1
+        return super().training_step(batch, batch_idx)
+
+
+class Meter(Plain):
+    """An object that is no metric counts steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.meter = SimpleNamespace(counts={"steps": 0})
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.meter.counts["steps"] += 1
         return super().training_step(batch, batch_idx)
 
 
@@ -312,6 +334,7 @@ REFUSED: dict[str, tuple[Any, dict[str, Any]]] = {
     "changes attributes": (Counting, {}),
     "changes attributes or": (Target, {}),
     "changes attributes or frozen": (Outputs, {}),
+    "changes attributes or frozen parameters": (Meter, {}),
     "ranks meet in training_step": (Synced, {}),
     "returns more than a loss": (Dictionary, {}),
     "optimization is manual": (Manual, {}),
