@@ -139,9 +139,9 @@ class AsyncCenterAverager(CenteredAverager):
         for number, ranks in enumerate(links.columns):
             options = self.center_options(partial(self._views_in, number))
             if options.home == "mpi" or (options.wire != "fp32" and any(part.known for part in options.parts)):
-                asked, remedy = (
-                    ("center='mpi'", "center='thread'") if options.home == "mpi" else (f"wire={options.wire!r}", "fp32")
-                )
+                asked, remedy = f"wire={options.wire!r}", "wire='fp32'"
+                if options.home == "mpi":
+                    asked, remedy = "center='mpi'", "center='thread'"
                 raise UnsupportedError(
                     f"{asked} with a sharded model needs replicas of one size (ranks_per_node). Use {remedy}."
                 )

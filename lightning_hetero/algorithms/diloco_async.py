@@ -383,7 +383,7 @@ class OuterAsyncAverager(AsyncCenterAverager):
         self.visits, self.last_step, self.local_steps = self.visits + 1, context.step, self._steps_by(speeds)
 
     def _steps_by(self, speeds: Tensor) -> int:
-        """Local steps by speed; the same on all ranks of the replica, which have the same table."""
+        """Local steps by speed; the same on all ranks of the replica, unless each has a shard, and its own table."""
         own, most = float(speeds[self.links.index]), float(speeds.max())
         return max(round(self.tau * own / most), 1) if self.follow_speed and own and most else self.tau
 

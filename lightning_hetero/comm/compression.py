@@ -91,7 +91,8 @@ class Encoding(ABC):
                 part.add_(whole[: len(part)])
 
     def _pieces(self, values: Tensor, message: Tensor) -> list[tuple[Tensor, Tensor]]:
-        return list(zip(values.split(self.chunk), message.split(self._bytes(self.chunk)), strict=False))
+        pieces = zip(values.split(self.chunk), message.split(self._bytes(self.chunk)), strict=False)
+        return list(pieces) if len(values) else []  # a shard may be empty
 
     def _filled(self, length: int) -> int:
         return -(-length // self.block) * self.block

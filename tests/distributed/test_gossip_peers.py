@@ -43,7 +43,9 @@ class Waits(pl.Callback):
         self.seconds: list[float] = []
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
-        self.seconds.append(trainer.strategy.averager.client.transport.peers.session.deadline)
+        client = trainer.strategy.averager.client
+        [client] = client if isinstance(client, list) else [client]  # one for each column
+        self.seconds.append(client.transport.peers.session.deadline)
 
 
 def _alone() -> Any:
