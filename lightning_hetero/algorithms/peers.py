@@ -255,7 +255,7 @@ class WeightedPushAverager(PushAverager):
         return held
 
     def held(self, x: Sequence[Tensor]) -> list[WeightedColumn]:
-        """What this replica holds in each column, if these are ``x``."""
+        """Values and weight of this replica in each column, if these are ``x``."""
         parts = self.client.parts(x), self.client.parts(self.reference)
         return [WeightedColumn(*each, self.wire) for each in zip(*parts, self.weights, self.alone, strict=True)]
 
