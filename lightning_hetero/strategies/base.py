@@ -48,9 +48,9 @@ from lightning_hetero.strategies.stopping import save_to_resume
 from lightning_hetero.strategies.trainer_checks import check_model, check_trainer, restore_trainable, unshardable
 from lightning_hetero.strategies.training_step import (
     EvaluationStep,
-    apply,
     explain_unused,
     mark_sizes_dynamic,
+    say_outcome,
     values_shared,
 )
 
@@ -315,7 +315,7 @@ class HeteroStrategy(JobStrategy):
         self.recovery.retry(lambda: self.step.batch_ended(self.trainer, window=True))
         self.step.window_ended()
         self._compare_parameters()
-        apply(self.recovery.exchange(lambda: self.engine.exchange()), type(self).__name__)
+        say_outcome(self.recovery.exchange(lambda: self.engine.exchange()), type(self).__name__)
         self.recovery.retry(lambda: self.engine.exchange_completed())
 
     def _compare_parameters(self) -> None:

@@ -124,7 +124,7 @@ class LostSamples(NamedTuple):
     bound: str
 
 
-def count(
+def count_lost_samples(
     lost: Mapping[int, str],
     known: Mapping[int, int],
     all_progress: Sequence[Progress],
