@@ -15,7 +15,9 @@ from torch import Tensor
 from lightning_hetero.batching.cost import CostEvidence, CostModel, SpeedEstimator
 from lightning_hetero.batching.global_batch import GlobalBatchSizes
 from lightning_hetero.batching.passes import batches_of
-from lightning_hetero.batching.planner import Idling, Planner, Repartition, Report
+from lightning_hetero.batching.planner import Planner
+from lightning_hetero.batching.repartition import Repartition
+from lightning_hetero.batching.reports import Idling, Report
 from lightning_hetero.batching.sampler import Drawn
 from lightning_hetero.batching.shares import Cost, Curve
 from lightning_hetero.batching.timer import StepTimer, StepTiming

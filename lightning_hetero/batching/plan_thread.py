@@ -10,6 +10,7 @@ from typing import Any
 from torch.distributed import Store
 
 from lightning_hetero.batching.accounting import BatchAccounting
+from lightning_hetero.batching.plan import Plan
 from lightning_hetero.batching.plan_agreement import (
     PlanDecision,
     PlanLeader,
@@ -20,7 +21,7 @@ from lightning_hetero.batching.plan_agreement import (
     plan_as_row,
     plan_from_row,
 )
-from lightning_hetero.batching.planner import Plan, Report
+from lightning_hetero.batching.reports import Report
 from lightning_hetero.comm.agreement import value_of_rank
 from lightning_hetero.comm.threads import THREADS, close_at_exit
 from lightning_hetero.errors import CommunicationError

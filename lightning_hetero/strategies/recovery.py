@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from lightning_hetero.batching.planner import Repartition, ShareHistory
+from lightning_hetero.batching.repartition import Repartition, ShareHistory
 from lightning_hetero.comm import threads
 from lightning_hetero.comm.agreement import gather, raise_on_all
 from lightning_hetero.comm.failures import deadline, is_communication_error, wait_for_news

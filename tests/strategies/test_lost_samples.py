@@ -2,7 +2,8 @@
 
 import pytest
 
-from lightning_hetero.batching.planner import Planner, ShareHistory
+from lightning_hetero.batching.planner import Planner
+from lightning_hetero.batching.repartition import ShareHistory
 from lightning_hetero.strategies import recovery_policy
 from lightning_hetero.strategies.recovery_policy import (
     AT_LEAST,
