@@ -289,9 +289,8 @@ class Planner:
         moves = self.auto and self.total and not self.frozen
         if not moves or any(math.isinf(r.error) for r in reports):
             return None
-        self.too_slow = (
-            None if self.whole else self._idle_ranks.too_slow(self._limits, reports, latest.idle)
-        )  # whole: it may have none
+        if not self.whole:  # else a rank may have no batches
+            self.too_slow = self._idle_ranks.too_slow(self._limits, reports, latest.idle)
         self._see(reports, mixed)
         if latest.start > step:
             return None
