@@ -103,9 +103,7 @@ class DirectedAverager(RoundGossipAverager, PushAverager):
                 for push in fresh:
                     for move, away in zip(moved, column.difference(push.vectors), strict=True):
                         move.add_(away, alpha=1 / (len(fresh) + 1))
-        whole = [torch.empty_like(old) for old in self.reference] if self.client.cut is not None else moves[0]
-        self.client.put(moves, whole)
-        self.replica.add(whole, 1.0)
+        self.replica.add(self.client.whole(moves), 1.0)
 
 
 @dataclass

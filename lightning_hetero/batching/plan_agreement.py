@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from lightning_hetero.batching.planner import Plan
+from lightning_hetero.batching.plan import Plan
 from lightning_hetero.batching.shares import cost_of, row_of
 from lightning_hetero.comm import failures
 from lightning_hetero.comm.agreement import gather

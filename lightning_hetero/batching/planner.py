@@ -2,353 +2,30 @@
 
 Every rank derives the same plans, from the same reports, or follows those of rank 0 where ranks go at their own pace. A
 new plan starts at a step that no sampler has drawn yet.
-
-64 samples among 7 ranks are 10 for one of them and 9 for the others. If that is always the same rank, it falls behind
-by a tenth of a step in every step. So what is left over goes to each rank in turn.
 """
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from enum import IntEnum
-from functools import lru_cache
-from itertools import accumulate, pairwise
-from statistics import median
+from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
-from lightning_hetero.batching.passes import even_sizes
+from lightning_hetero.batching.idle_ranks import IdleRanks, ShareLimits
+from lightning_hetero.batching.plan import Plan
+from lightning_hetero.batching.reports import Report, StepTimes, step_seconds
 from lightning_hetero.batching.shares import (
-    MOST_BENDS,
-    WORTH_IDLING,
     Cost,
     Curve,
     Grid,
     Stepwise,
     TooSlow,
-    bends_of,
-    bound,
     check_bounds,
-    check_limits,
     cost_of,
     fixed_shares,
     makespan,
-    multiples,
-    on_grid,
-    passes,
     per_rank,
     row_of,
-    split,
-    stepwise,
-    too_slow,
 )
 from lightning_hetero.errors import ShareError
-
-_GOLDEN = (math.sqrt(5) - 1) / 2  # its multiples, without their whole parts, lie evenly between 0 and 1
-_TINY = 1e-9  # more than rounding errors of floats
-
-
-def exact_shares(
-    units: int, costs: Sequence[Cost | Curve | Stepwise], low: Sequence[int], high: Sequence[int]
-) -> list[float]:
-    """Shares with fractions, which let all ranks finish together.
-
-    Args:
-        units: to split.
-        costs: one per rank.
-        low: least units per rank.
-        high: most units per rank.
-
-    Raises:
-        ShareError: the limits leave no such shares.
-    """
-    check_limits(units, costs, low, high)
-    deadline = bound(units, costs, low, high)
-    return [min(h, max(lo, cost.samples(deadline))) for cost, lo, h in zip(costs, low, high, strict=True)]
-
-
-def rotating_shares(exact: Sequence[float], turn: int) -> list[int]:
-    """Whole shares of a batch, which are the exact ones in the mean over turns.
-
-    Each rank gets its share rounded down. What is left goes to ranks by systematic sampling (Madow 1949): their
-    fractions stand in a row, and who has one of the points ``offset, offset + 1, ...`` gets one more. The offset moves
-    on from turn to turn, so that each rank gets it as often as its fraction says.
-
-    Args:
-        exact: of :func:`exact_shares`; their sum is a whole number.
-        turn: number of the batch.
-
-    Returns:
-        One share per rank, next to its exact one above or below; with the same sum.
-
-    Example: one unit for three ranks that are equally fast::
-
-        >>> from lightning_hetero.batching.planner import rotating_shares
-        >>> [rotating_shares([1 / 3] * 3, turn).index(1) for turn in range(6)]
-        [1, 2, 0, 1, 2, 0]
-    """
-    shares = [math.floor(share + _TINY) for share in exact]
-    ends = [0.0, *accumulate(max(x - n, 0.0) for x, n in zip(exact, shares, strict=True))]
-    left, offset = round(sum(exact)) - sum(shares), (turn + 1) * _GOLDEN % 1.0
-    if not left:
-        return shares
-    points = [math.floor(end * left / ends[-1] + offset + _TINY) for end in ends[:-1]] + [left]
-    return [n + after - before for n, (before, after) in zip(shares, pairwise(points), strict=True)]
-
-
-#: Asked at every step, with one answer for all but the tails.
-_remembered = lru_cache(maxsize=256)
-_exact = _remembered(exact_shares)
-
-
-@_remembered
-def _split(
-    grid: Grid, units: int, costs: Sequence[Cost | Curve | Stepwise], low: Sequence[int], high: Sequence[int]
-) -> list[int]:
-    shares = split(units, costs, low, high)
-    return on_grid(shares, grid, costs, low, high) if grid else shares
-
-
-def _in_turn(grid: Grid, turn: int, task: "Task") -> list[int]:
-    """Shares of a batch; a multiple of the grid is left over at a time, if that is one of all shares."""
-    units, _, low, high = task
-    exact = _exact(*task)
-    m = min(multiples(exact, grid, low))
-    shares = [] if units % m else [m * n for n in rotating_shares([share / m for share in exact], turn)]
-    fits = shares and all(lo <= n <= h for lo, n, h in zip(low, shares, high, strict=True))
-    return shares if fits else rotating_shares(exact, turn)
-
-
-@dataclass(frozen=True)
-class Plan:
-    """Split of the batches from step ``start`` on.
-
-    Attributes:
-        start: first step (batches since the start of the fit) of this plan.
-        costs: cost per rank; for fixed shares, ``k`` is the inverse share.
-        low: least samples per rank.
-        high: most samples per rank, in one pass. A batch that is more than that of all ranks takes several.
-        reach: largest part of a batch that each rank is trusted with, 0 to 1; beyond what it has been seen to manage
-            its cost is an extrapolation.
-        need: least samples per rank of a batch that is too small for ``low``; default: the same.
-        by_samples: whether batches are split by samples although it is known what these cost: that does not explain
-            how long steps take.
-        idle: ranks that get no samples, because even their least share would make every step longer.
-        probe: they get it all the same in one of so many steps, to see whether that has changed.
-        grid: of which multiples large shares are, where samples are counted.
-    """
-
-    start: int
-    costs: tuple[Cost | Curve, ...]
-    low: tuple[int, ...]
-    high: tuple[int, ...]
-    reach: tuple[float, ...] = ()
-    need: tuple[int, ...] = ()
-    by_samples: bool = False
-    grid: Grid = ()
-    idle: tuple[int, ...] = ()
-    probe: int = 1
-
-    def of_step(self, step: int) -> "Plan":
-        """The plan as it holds at a step: in some, idle ranks get their least share."""
-        if not self.idle or step % self.probe:
-            return self
-        low, high = list(self.low), list(self.high)
-        for rank in self.idle:
-            low[rank] = high[rank] = min(max(low[rank], 1), high[rank])
-        return replace(self, low=tuple(low), high=tuple(high), idle=())
-
-    def task(self, samples: int, trusted: bool = True) -> "Task":
-        """The task of splitting one batch, as :func:`~lightning_hetero.batching.shares.split` takes it.
-
-        Args:
-            samples: of the batch.
-            trusted: whether ranks take no more than they are trusted with.
-        """
-        return _task(self if trusted else replace(self, reach=()), samples, 1)
-
-    def split(self, sizes: Sequence[int], turn: int | None = None) -> list[list[int]]:
-        """Split the batches of one step (one per loader) in equal proportions, as their weights must be equal.
-
-        The unit is the greatest part that divides all batches: with one loader a sample, with batches of 64 and 32
-        two samples and one. Where a tail is too small for all to have their least, the slowest ranks have nothing.
-
-        Args:
-            sizes: samples in the global batch of each loader; 0 for a loader that has run out.
-            turn: the number of the batch, if ranks get what is left over in turn; else the same ones always get it.
-
-        Returns:
-            For each loader the shares per rank, in samples.
-
-        Raises:
-            ShareError: the upper limits leave no room.
-        """
-        units = math.gcd(*sizes)
-        if units == 0:
-            return [[0] * len(self.costs) for _ in sizes]
-        task = _task(self, units, sum(sizes) // units)
-        shares = _split(self.grid, *task) if turn is None else _in_turn(self.grid, turn, task)
-        return [[share * (size // units) for share in shares] for size in sizes]
-
-    def held_back(self, total: int) -> bool:
-        """Whether a rank would take more of a batch if it were trusted with that."""
-        return self.split([total]) != replace(self, reach=()).split([total])
-
-    def passes(self, shares: Sequence[int]) -> list[int]:
-        """The passes in which each rank runs its share of a batch."""
-        return [passes(share, most) for share, most in zip(shares, self.high, strict=True)]
-
-    def pass_sizes(self, shares: Sequence[int]) -> list[list[int]]:
-        """Samples of each pass of each rank."""
-        return [even_sizes(share, count) for share, count in zip(shares, self.passes(shares), strict=True)]
-
-
-Task = tuple[int, tuple[Cost | Curve | Stepwise, ...], tuple[int, ...], tuple[int, ...]]  # as `split` takes it
-
-
-@_remembered
-def _task(plan: Plan, units: int, width: int) -> Task:
-    """The task of a split: ``units`` units, each of ``width`` samples, and the limits."""
-    low, most, need = (
-        [0 if rank in plan.idle else n for rank, n in enumerate(limits)] for limits in (plan.low, plan.high, plan.need)
-    )
-    own = [Cost(0.0, cost.per_sample) if rank in plan.idle else cost for rank, cost in enumerate(plan.costs)]
-    low, most = [-(-n // width) for n in low], [n // width for n in most]
-    costs: list[Cost | Curve | Stepwise] = [cost.in_units(width) for cost in own]
-    if width == 1 and any(most) and sum(most) < units:  # not for several loaders
-        costs = stepwise(units, own, most)
-        most = [units if n else 0 for n in most]
-    high = list(most)
-    if plan.reach:
-        high = [min(h, max(lo, math.ceil(part * units))) for h, lo, part in zip(high, low, plan.reach, strict=True)]
-    order = sorted(range(len(low)), key=lambda rank: (plan.costs[rank].per_sample, rank))
-    if sum(low) > units and need:
-        low = [-(-n // width) for n in need]
-    if sum(low) > units:  # a tail too small for all to have their least
-        low = [n if n > 1 else 0 for n in low]
-    while sum(low) > units:  # the slowest sit this one out
-        rank = order.pop()
-        low[rank] = high[rank] = 0
-    if sum(high) < units:  # too small even for one
-        low, high = [0] * len(low), most
-    return units, tuple(costs), tuple(low), tuple(high)
-
-
-class Idling(IntEnum):
-    """Whether a rank's training step can be left out while the rank has no samples; if not, why."""
-
-    UNKNOWN, POSSIBLE, FIRST, ALONE, MANUAL, GRADIENTS, BUFFERS, COLLECTIVES, STATE, OUTPUT = range(10)
-
-    @property
-    def reason(self) -> str:
-        """Completes "it keeps its least share: ..."."""
-        return _REASONS.get(self, "")
-
-
-_REASONS = {
-    Idling.UNKNOWN: "its training step has not been looked at",
-    Idling.ALONE: "gradients are not averaged over all ranks, or each rank has data of its own",
-    Idling.FIRST: "it is the first rank, which logs and saves, and gives its buffers to the others",
-    Idling.MANUAL: "optimization is manual",
-    Idling.GRADIENTS: "the model is sharded, or has sparse gradients, or find_unused_parameters or static_graph is set",
-    Idling.BUFFERS: "buffers of the model are not shared (broadcast_buffers=False)",
-    Idling.COLLECTIVES: "ranks meet in training_step, by a collective, a SyncBatchNorm or self.log(..., sync_dist=True)"
-    " without on_step=False",
-    Idling.STATE: "training_step changes attributes or frozen parameters of the module",
-    Idling.OUTPUT: "training_step returns more than a loss",
-}
-
-
-class Report(NamedTuple):
-    """Report of a rank to the others. It fits in a row of floats of a fixed size, so one small tensor carries it.
-
-    Attributes:
-        fixed: ``a`` of its cost, seconds.
-        per_sample: ``k`` of its cost, seconds per sample; of a curve, up to its first bend.
-        error: how far its cost may be off by noise, as a fraction; infinite while nothing is known.
-        drawn: first step that its samplers have not drawn yet.
-        samples: samples per step that it processed since its last report, mean.
-        compute: seconds per step of its own work since its last report, mean.
-        wait: seconds per step that it waited for others since its last report, mean.
-        steps: steps that these means are over.
-        since: seconds of steps since the rank's speed has changed; infinite if it is not known to have.
-        bump: samples of a batch that takes longer than the curve says, because the times bend down; 0 if none does.
-        bump_seconds: how long it takes.
-        ended: whether its replica has come to the end of its own data, and runs padding batches.
-        off_by_cost: how far its times are from what the cost of its samples explains, as a fraction; 0 if unknown.
-        off_by_samples: how far they are from what the number of its samples explains.
-        settings: a number that stands for the hyperparameters of its optimizers.
-        idling: whether it can be left without samples, as a number of :class:`Idling`.
-        compiles: whether it uses ``torch.compile``.
-        bends: of its cost, at most ``MOST_BENDS``; none if it is a straight line.
-    """
-
-    fixed: float
-    per_sample: float
-    error: float
-    drawn: float
-    samples: float
-    compute: float
-    wait: float
-    steps: float = 0.0
-    since: float = math.inf
-    bump: float = 0.0
-    bump_seconds: float = 0.0
-    ended: float = 0.0
-    off_by_cost: float = 0.0
-    off_by_samples: float = 0.0
-    settings: float = 0.0
-    idling: float = 0.0
-    compiles: float = 0.0
-    bends: tuple[tuple[float, float], ...] = ()
-
-    @property
-    def cost(self) -> Cost | Curve:
-        """The rank's cost."""
-        return Curve(self.fixed, self.per_sample, self.bends) if self.bends else Cost(self.fixed, self.per_sample)
-
-    @property
-    def row(self) -> list[float]:
-        """The report as numbers, always as many."""
-        bends = [number for bend in self.bends for number in bend]
-        return [*self[:-1], *bends, *[0.0] * (2 * MOST_BENDS - len(bends))]
-
-    @classmethod
-    def of_row(cls, row: Sequence[float]) -> "Report":
-        """The report that a row holds."""
-        numbers = len(cls._fields) - 1
-        return cls._make([*row[:numbers], bends_of(row[numbers:])])
-
-
-class StepTimes(NamedTuple):
-    """Times of steps in a row, of each rank.
-
-    Attributes:
-        steps: how many, by rank: the same number, unless ranks go at their own pace.
-        seconds: that they took, by rank.
-        work: of these, seconds of each rank's own work.
-    """
-
-    steps: tuple[float, ...] = ()
-    seconds: tuple[float, ...] = ()
-    work: tuple[float, ...] = ()
-
-    def after(self, reports: Sequence[Report]) -> "StepTimes":
-        """With the steps that the ranks report; those of ranks that report at different steps are not the same ones."""
-        none = (0.0,) * len(reports)
-        rows = [(r.steps, r.steps * (r.compute + r.wait), r.steps * r.compute) for r in reports]
-        before = zip(*(column or none for column in self), strict=True)
-        sums = [[a + b for a, b in zip(old, new, strict=True)] for old, new in zip(before, rows, strict=True)]
-        return StepTimes(*map(tuple, zip(*sums, strict=True)))
-
-    @property
-    def shortest(self) -> float:
-        """Seconds of the rank with the fewest."""
-        return min(self.seconds, default=0.0)
-
-    @property
-    def at_own_pace(self) -> bool:
-        """Whether ranks go at their own pace."""
-        return len(set(self.steps)) > 1
 
 
 class SplitTrial(NamedTuple):
@@ -361,16 +38,6 @@ class SplitTrial(NamedTuple):
 
     before: Plan
     bar: float
-
-
-def step_seconds(looks: Sequence[StepTimes]) -> float:
-    """Seconds that a step takes, on the rank on which it takes longest.
-
-    Each rank counts by itself first. Where ranks go at their own pace, the longest of each look would be that of a rank
-    on which an exchange, or a disturbance, happened to fall into it.
-    """
-    ranks = range(len(looks[0].steps))
-    return max(median(look.seconds[rank] / look.steps[rank] for look in looks) for rank in ranks)
 
 
 class Planner:
@@ -425,13 +92,6 @@ class Planner:
     #: Costs of samples are left alone if they explain times so many times worse than numbers of samples do, and are
     #: off by this fraction.
     WORSE, OFF = 1.5, 0.05
-    #: A rank gets no samples only if its own work on its least share has taken so many times as long as a whole step of
-    #: the others would, and as any of their least shares, in each of so many looks in a row, of so many seconds.
-    GAIN, SLOW, LOOKS, SPAN = WORTH_IDLING, 2.0, 4, 3.0
-    #: If steps then do not become shorter, so many looks are needed to try it again, and each time twice as many.
-    AGAIN = 64
-    #: The part of the time that probes of ranks without samples take, and the least steps from one to the next.
-    PROBE_PART, PROBE_STEPS = 0.008, 64
     #: Multiples of which measured shares are once a rank uses ``torch.compile``: kernels suit such sizes, and there are
     #: fewer of them. A step is up to 2.5% longer for it, 1% in the mean.
     COMPILED: Grid = ((8, 128), (4, 64))
@@ -452,7 +112,7 @@ class Planner:
         self.min_gain = min_gain
         self.total, self.infers_total, self.frozen, self.least, self.rotates, self.origin = 0, False, False, 1, False, 0
         self._may_raise, self.one_pass = low is None, ""
-        self._sure = self.LOOKS  # looks that leave a rank without samples
+        self._idle_ranks = IdleRanks(least_given=low is not None)
         self.limits_measured, self.whole = False, 0
         self.too_slow: TooSlow | None = None
         shares = [1.0] * world if isinstance(balance, str) else fixed_shares(balance, world)
@@ -629,7 +289,8 @@ class Planner:
         moves = self.auto and self.total and not self.frozen
         if not moves or any(math.isinf(r.error) for r in reports):
             return None
-        self.too_slow = self._too_slow(reports)
+        if not self.whole:  # else a rank may have no batches
+            self.too_slow = self._idle_ranks.too_slow(self._limits, reports, latest.idle)
         self._see(reports, mixed)
         if latest.start > step:
             return None
@@ -649,30 +310,9 @@ class Planner:
         )
         return 2 * len(known) > len(reports) and by_cost > max(self.WORSE * by_samples, self.OFF)
 
-    def _too_slow(self, reports: Sequence[Report]) -> TooSlow | None:
-        """Ranks that make the job slower, if that was measured: at the least share, not by times for larger ones."""
-        if self.whole:  # it may have no batches
-            return None
-        found = self._slow([r.cost for r in reports], [r.error for r in reports])
-        if found is None or any(reports[rank].samples >= max(self._low[rank], 1) + 1 for rank in found.ranks):
-            return None
-        idle = set(found.ranks) <= set(self.plans[-1].idle)
-        return found._replace(idle=idle, keeps=self._keeps(found.ranks, reports))
-
-    def _least_seconds(self, costs: Sequence[Cost | Curve], ranks: Sequence[int]) -> float:
-        """Seconds of the least share of any of these ranks, of which each gets a sample at least."""
-        return max(costs[rank].seconds(min(max(self._low[rank], 1), self.high[rank])) for rank in ranks)
-
-    def _slow(self, costs: Sequence[Cost | Curve], noise: Sequence[float] | None = None) -> TooSlow | None:
-        high = [self.total if h else 0 for h in self.high] if self.in_passes(self.total) else self.high
-        return too_slow(self.total, stepwise(self.total, costs, self.high), self._low, high, noise)
-
-    def _keeps(self, ranks: Sequence[int], reports: Sequence[Report]) -> str:
-        """The reason why these ranks keep their least shares, if there is one."""
-        if not self._may_raise and any(self._low[rank] for rank in ranks):
-            return "min_batch_size is given"
-        reasons = (Idling(int(reports[rank].idling)).reason for rank in ranks)
-        return next(filter(None, reasons), "")
+    @property
+    def _limits(self) -> ShareLimits:
+        return ShareLimits(self.total, self._low, self.high, self.in_passes(self.total))
 
     def _idle_others(self, latest: Plan, reports: Sequence[Report]) -> Plan | None:
         """The plan by which other ranks get no samples than before, since these would make steps longer.
@@ -681,60 +321,21 @@ class Planner:
         """
         if self._trial is not None:
             return None
-        costs, idle = tuple(r.cost for r in reports), latest.idle
-        if idle:  # known by probes alone
-            found = self._slow(costs)
-            stay = tuple(rank for rank in idle if found is not None and rank in found.ranks)
-            if stay != idle:
-                self._sure = max(self._sure, min(2 * self._sure, self.AGAIN))  # lest it comes and goes
-                return self._plan(latest, costs, stay, latest.grid)
-        slow = () if self.too_slow is None else self.too_slow.ranks
-        new = [rank for rank in slow if rank not in idle and not self._keeps([rank], reports)]
-        new.sort(key=lambda rank: -self._least_seconds(costs, [rank]))
-        for count in range(len(new), 0, -1):
-            plan = self._plan(latest, costs, tuple(sorted({*idle, *new[:count]})), latest.grid)
-            if self._surely_shortens(latest, plan):
-                self._trial = SplitTrial(latest, (step_seconds(self._looks) + self._seconds(plan, costs)) / 2)
-                return plan
-        plan = replace(latest, probe=self._plan(latest, costs, idle, latest.grid).probe)
-        return plan if idle and not 0.8 < plan.probe / latest.probe < 1.25 else None
+        costs, looks = tuple(r.cost for r in reports), self._looks
 
-    def _surely_shortens(self, latest: Plan, plan: Plan) -> bool:
-        """Whether it was so in many looks in a row that ranks took longer than a step would without them."""
-        looks, costs = list[StepTimes](), plan.costs
-        while len(looks) < self._sure or sum(look.shortest for look in looks) < self.SPAN:
-            if len(looks) == len(self._looks):
-                return False
-            looks.append(self._looks[-1 - len(looks)])
-        kept = [rank for rank in range(self.world) if rank not in plan.idle]
-        out = [rank for rank in plan.idle if rank not in latest.idle]
-        bar = max(self.GAIN * self._seconds(plan, costs), self.SLOW * self._least_seconds(costs, kept))
-        usual = [cost.seconds(n) for cost, n in zip(costs, latest.split([self.total])[0], strict=True)]
-        for look in looks:
-            own = [work / steps for work, steps in zip(look.work, look.steps, strict=True)]
-            slowdown = max(own[rank] / max(usual[rank], 1e-9) for rank in kept)  # of the others, at the same time
-            if min(own[rank] for rank in out) < bar * max(slowdown, 1.0):
-                return False
-        return True
+        def plan_without(idle: tuple[int, ...]) -> Plan:
+            return self._plan(latest, costs, idle, latest.grid)
+
+        plan = self._idle_ranks.choose(latest, reports, self.too_slow, looks, self._limits, plan_without)
+        if plan is not None and len(plan.idle) > len(latest.idle):
+            self._trial = SplitTrial(latest, (step_seconds(looks) + plan.seconds(self.total, costs)) / 2)
+        return plan
 
     def _plan(self, latest: Plan, costs: tuple[Cost | Curve, ...], idle: tuple[int, ...] = (), grid: Grid = ()) -> Plan:
         """A plan for what is known now, without a start."""
         reach = tuple(min(1.0, self.GROWTH * part) for part in self.most)
         plan = Plan(0, costs, self._low, self.high, reach, self._need, latest.by_samples, grid, idle)
-        if not idle:
-            return plan
-        longer = self._least_seconds(costs, idle) / self._seconds(plan, costs) - 1
-        return replace(plan, probe=max(self.PROBE_STEPS, math.ceil(longer / self.PROBE_PART)))
-
-    def _seconds(self, plan: Plan, costs: Sequence[Cost | Curve]) -> float:
-        """Seconds of a step by a plan."""
-        return makespan(plan.split([self.total])[0], self._paid(plan, costs))
-
-    def _paid(self, plan: Plan, costs: Sequence[Cost | Curve]) -> list[Cost | Curve | Stepwise]:
-        """Costs as they count under a plan: nothing for ranks that it leaves without samples."""
-        high = [0 if rank in plan.idle else most for rank, most in enumerate(plan.high)]
-        paid = stepwise(self.total, costs, high)
-        return [Cost(0.0, cost.per_sample) if rank in plan.idle else cost for rank, cost in enumerate(paid)]
+        return self._idle_ranks.with_probes(plan, self._limits)
 
     def drop(self) -> None:
         """Forget the latest proposal: not all ranks have agreed."""
@@ -765,7 +366,7 @@ class Planner:
         elif len(self._looks) >= self.TRIAL * (self.APART if any(look.at_own_pace for look in self._looks) else 1):
             plan, self._trial = self._trial.before, None
             if plan.idle != self.plans[-1].idle:
-                self._sure = max(self.AGAIN, 2 * self._sure)
+                self._idle_ranks.taken_back()
             self._doubt, self._patience = max(self.DOUBT, 2 * self._doubt), 2 * self._patience
             return plan
         return None
@@ -779,7 +380,7 @@ class Planner:
         best = self._plan(latest, costs, latest.idle, compiled if self._grid is None else self._grid)
         even = replace(best, costs=(Cost(0.0, 1.0),) * self.world, grid=self._grid or ())
         present, wanted, level = (plan.split([self.total])[0] for plan in (latest, best, even))
-        paid = self._paid(latest, costs)
+        paid = latest.paid(self.total, costs)
         if not self._pays(level, wanted, paid, [self.STAY * x for x in noise]):
             if self._restored and len(self._looks) < 2:
                 return None  # one stretch of time says too little against it
@@ -833,129 +434,3 @@ class Planner:
 
     def _note(self, shares: Sequence[int]) -> None:
         self.most = [max(most, n / self.total) for most, n in zip(self.most, shares, strict=True)]
-
-
-_MOST = 8  # changes of who takes part that are remembered; steps of all ranks lie closer together
-
-
-class _SharedSpan(NamedTuple):
-    """From a step on, these ranks shared the batches.
-
-    Attributes:
-        start: that step.
-        ids: of the ranks, in the order of the shares.
-        plans: that were in force.
-        total: samples of a full batch.
-        origin: what makes a step the number of a turn; ``None``: there are no turns.
-    """
-
-    start: int
-    ids: tuple[int, ...]
-    plans: tuple[Plan, ...]
-    total: int
-    origin: int | None
-
-    def share(self, id: int, step: int) -> int:
-        """A rank's samples of a full batch."""
-        if id not in self.ids:
-            return 0
-        plan = next((plan for plan in reversed(self.plans) if plan.start <= step), self.plans[0])
-        turn = None if self.origin is None else step + self.origin
-        return plan.split([self.total], turn)[0][self.ids.index(id)]
-
-
-class ShareHistory:
-    """Plans by which batches were shared before ranks were lost. Ranks are known by their ids."""
-
-    def __init__(self) -> None:
-        self._stretches: list[_SharedSpan] = []
-        self._start = 0  # the first step that those who remain share
-
-    def end(self, ids: Sequence[int], planner: Planner, start: int) -> None:
-        """Others share the batches from a step on.
-
-        Args:
-            ids: of the ranks that have shared them, in the order of the shares.
-            planner: of these ranks.
-            start: the first step that others share.
-        """
-        ended = _SharedSpan(self._start, tuple(ids), tuple(planner.plans), planner.total, planner.turn(0))
-        self._stretches, self._start = [*self._stretches, ended][-_MOST:], start
-
-    def samples(self, id: int, step: int) -> int:
-        """Samples that a lost rank was to take from a step on, until others took its share.
-
-        A batch that is smaller than others, at the end of an epoch, counts as a full one. Where plans are so old that
-        they are not remembered, the oldest one counts.
-
-        Args:
-            id: of the rank.
-            step: the first one that it has not done.
-        """
-        return sum(self._at(each).share(id, each) for each in range(step, self._start))
-
-    def _at(self, step: int) -> _SharedSpan:
-        return next((one for one in reversed(self._stretches) if one.start <= step), self._stretches[0])
-
-
-class Repartition(NamedTuple):
-    """Change of the ranks that share the batches, from a step on: some were lost.
-
-    Attributes:
-        former_ranks: of each rank, its number before.
-        start: the first step that they share; no rank has drawn it yet.
-        reports: how many times all ranks have acted on their reports, on the rank that has done so most often.
-    """
-
-    former_ranks: tuple[int, ...]
-    start: int
-    reports: int
-
-
-class PlanningState(NamedTuple):
-    """Plans and measurements of a planner; the same on ranks that have acted on the same reports.
-
-    Attributes:
-        plans: in force, and to come.
-        most: the largest part of a batch that each rank has been given so far.
-    """
-
-    plans: list[Plan]
-    most: list[float]
-
-    @classmethod
-    def of(cls, planner: Planner) -> "PlanningState":
-        """The state of a planner."""
-        return cls(list(planner.plans), list(planner.most))
-
-    def apply_to(self, planner: Planner) -> None:
-        """Let another planner of the same ranks know it, which may have missed the latest reports."""
-        planner.plans, planner.most = list(self.plans), list(self.most)
-
-
-def plan_for_survivors(former: Planner, kept: Sequence[int], planner: Planner) -> Planner:
-    """Let a planner go on for the ranks that remain, with what an earlier one knows of them.
-
-    Args:
-        former: of all ranks.
-        kept: of each rank that remains, its number there.
-        planner: a new one for these ranks, with the user's options for them.
-
-    Returns:
-        The new planner. It splits again at once, by the costs of the latest plan.
-
-    Raises:
-        ShareError: the ranks that remain cannot take a whole batch, in passes neither.
-    """
-    planner.least, planner.frozen, planner.one_pass = former.least, former.frozen, former.one_pass
-    planner.rotates, planner.origin, planner.whole = former.rotates, former.origin, former.whole
-    if former.limits_measured:
-        planner.limit([former.high[rank] for rank in kept])
-    planner.copy_trust(former)
-    state = former.state_dict()
-    own = {name: [state[name][rank] for rank in kept] for name in ("costs", "reach", "most") if state[name]}
-    planner.load_state_dict({**state, **own})
-    if former.total:
-        planner.expect(former.total)
-        planner.infers_total = former.infers_total
-    return planner

@@ -15,7 +15,7 @@ from torch.utils.data import BatchSampler, Dataset, DistributedSampler, RandomSa
 from typing_extensions import override
 
 from lightning_hetero.batching.passes import in_passes
-from lightning_hetero.batching.planner import Plan
+from lightning_hetero.batching.plan import Plan
 from lightning_hetero.batching.sample_costs import BatchCosts, SampleCosts
 from lightning_hetero.batching.shares import check_limits
 from lightning_hetero.errors import DataError

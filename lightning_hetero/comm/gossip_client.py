@@ -361,10 +361,19 @@ class PushClients(list[PushClient]):
         cut = self.cut
         return [list(vectors)] if cut is None else [cut.parts(vectors, number) for number in self._columns]
 
-    def put(self, parts: Sequence[Sequence[Tensor]], vectors: Sequence[Tensor]) -> None:
-        """Write what :meth:`parts` has returned back into vectors."""
-        if self.cut is not None:
-            self.cut.put(parts, vectors)
+    def whole(self, parts: Sequence[Sequence[Tensor]], out: Sequence[Tensor] | None = None) -> list[Tensor]:
+        """Vectors from parts like those of :meth:`parts`.
+
+        Args:
+            parts: of all columns.
+            out: where to write them, unless there is one column. Default: new memory.
+        """
+        if self.cut is None:
+            return list(parts[0])
+        sizes = zip(self.cut.sizes, parts[0], strict=True)
+        vectors = [torch.empty(size, dtype=part.dtype) for size, part in sizes] if out is None else list(out)
+        self.cut.put(parts, vectors)
+        return vectors
 
     def waiting(self, remove: bool = False) -> list[list[ReceivedPush]]:
         """Of each column the pushes that have come, once nothing is on its way any more (collective over all ranks).

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lightning_hetero.algorithms.engine import Engine
-from lightning_hetero.batching.accounting import BatchAccounting, PlanAgreement
+from lightning_hetero.batching.accounting import BatchAccounting
 from lightning_hetero.batching.nonfinite import NonFiniteGuard
-from lightning_hetero.batching.planner import Repartition, plan_for_survivors
+from lightning_hetero.batching.plan_thread import PlanAgreement
+from lightning_hetero.batching.repartition import Repartition, plan_for_survivors
 from lightning_hetero.batching.sample_costs import SampleCosts, StreamCosts, sample_costs_of, stream_costs_of
 from lightning_hetero.batching.sampler import Position
 from lightning_hetero.batching.stream_peers import StreamPeers

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
 
 from lightning_hetero.batching.accounting import BatchAccounting
-from lightning_hetero.batching.planner import Idling
+from lightning_hetero.batching.reports import Idling
 from lightning_hetero.batching.weights import zero_loss
 from lightning_hetero.errors import UnsupportedError
 from lightning_hetero.replicas.sharding import is_sharded

@@ -21,7 +21,7 @@ from lightning_hetero import lightning_compat
 from lightning_hetero.algorithms.base import FitInfo
 from lightning_hetero.algorithms.engine import Engine
 from lightning_hetero.batching.accounting import BatchAccounting
-from lightning_hetero.batching.planner import PlanningState, Repartition, ShareHistory
+from lightning_hetero.batching.repartition import PlanningState, Repartition, ShareHistory
 from lightning_hetero.batching.timer import StepTimer
 from lightning_hetero.comm import failures
 from lightning_hetero.comm.agreement import raise_on_all, value_of_rank

@@ -16,7 +16,9 @@ from torch.utils.data.distributed import DistributedSampler
 
 from lightning_hetero.batching.global_batch import GlobalBatchSizes
 from lightning_hetero.batching.passes import CollateInPasses, CollateWhole
-from lightning_hetero.batching.planner import Plan, Planner, Repartition
+from lightning_hetero.batching.plan import Plan
+from lightning_hetero.batching.planner import Planner
+from lightning_hetero.batching.repartition import Repartition
 from lightning_hetero.batching.sample_costs import BatchCosts, SampleCosts, StreamCosts
 from lightning_hetero.batching.sampler import (
     AgreedOrder,

@@ -151,14 +151,14 @@ class LoggedInPasses:
         self.under_way = False
 
 
-def count(
+def weigh_logged(
     results: Any | None,
     collectives: Collectives,
     samples: Callable[[], float | None],
     epoch: Callable[[], float | None],
     passes: LoggedInPasses | None = None,
 ) -> None:
-    """From now on, until :func:`restore_counting`, what is logged counts by this rank's samples.
+    """From now on, until :func:`restore_logged`, what is logged counts by this rank's samples.
 
     What a step logs, and in training its hooks, counts by the samples of the batch; what a hook logs at the end of an
     epoch by those of the epoch. ``self.log(..., batch_size=n)`` goes before this.
@@ -207,7 +207,7 @@ def _words(fx: str, name: str) -> str:
     return f"what {fx} logs as {name!r}"
 
 
-def restore_counting(results: Any | None) -> None:
+def restore_logged(results: Any | None) -> None:
     """End what :func:`count` has begun; idempotent."""
     if results is not None:
         vars(results).pop("log", None)

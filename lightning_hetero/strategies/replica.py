@@ -50,7 +50,7 @@ from lightning_hetero.strategies.trainer_checks import (
     two_points,
     unsupported,
 )
-from lightning_hetero.strategies.training_step import apply
+from lightning_hetero.strategies.training_step import say_outcome
 from lightning_hetero.strategies.weight_averaging import WeightAverages, averages_weights
 
 if TYPE_CHECKING:
@@ -190,7 +190,7 @@ class ReplicaStrategy(HeteroStrategy):
 
     def begin_apart(self) -> None:
         """Let a new averager serve the replicas, which hold the same values (collective)."""
-        apply(self._start(self.make_averager()), type(self).__name__)
+        say_outcome(self._start(self.make_averager()), type(self).__name__)
 
     def _start(self, averager: Averager) -> Outcome | None:
         """Let an averager serve the replicas, which hold the same values (collective)."""
@@ -229,7 +229,7 @@ class ReplicaStrategy(HeteroStrategy):
         """Make all replicas equal, at the end of the fit (collective)."""
         if self.engine.averages:
             outcome, values = collective("make replicas equal", self._finished)
-            apply(outcome, type(self).__name__)
+            say_outcome(outcome, type(self).__name__)
             self.engine.running.replica.unpack(values)
             self._broadcast_values()  # also what does not travel
 

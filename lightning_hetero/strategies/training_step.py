@@ -46,10 +46,10 @@ from lightning_hetero.strategies.default_groups import CollectiveObserver
 from lightning_hetero.strategies.idle_steps import IdleSteps
 from lightning_hetero.strategies.metrics import (
     LoggedInPasses,
-    count,
-    restore_counting,
+    restore_logged,
     sync_anywhere,
     warn_of_losses_over_all,
+    weigh_logged,
 )
 from lightning_hetero.strategies.position import describe
 
@@ -137,7 +137,7 @@ class TrainingStep:
 
     def _log_to(self, results: Any | None) -> None:
         self._logged = results
-        count(results, self._collectives, lambda: self._counted, lambda: self._of_epoch, self._logging)
+        weigh_logged(results, self._collectives, lambda: self._counted, lambda: self._of_epoch, self._logging)
 
     def forward(self, trainer: "pl.Trainer", batch: Any, run: Callable[[Any], Any]) -> Any:
         """Run the module's training step on a batch, or on the first of its passes.
@@ -387,7 +387,7 @@ class TrainingStep:
 
     def close(self) -> None:
         """The fit has ended; idempotent."""
-        restore_counting(self._logged)
+        restore_logged(self._logged)
         if self._limited is not None:
             lightning_compat.transfer_as_before(self._limited)
             self._limited = None
@@ -396,7 +396,7 @@ class TrainingStep:
         self._hooks = []
 
 
-def apply(outcome: Outcome | None, strategy: str) -> None:
+def say_outcome(outcome: Outcome | None, strategy: str) -> None:
     """Tell the user what a step has brought about.
 
     Args:
@@ -464,7 +464,7 @@ class EvaluationStep:
         fetched = _Fetched(source) if isinstance(source, DataFetcherWrapper) else None  # by the step itself
         samples = fetched or (lambda: _samples(source))
         results = results_of(trainer)
-        count(results, self._collectives, samples, lambda: self._done)
+        weigh_logged(results, self._collectives, samples, lambda: self._done)
         loader = args[2] if len(args) > 2 else 0
         stream, steps = evaluated_loader(trainer, loader)
         own = isinstance(stream, EvaluatedStream)
@@ -476,7 +476,7 @@ class EvaluationStep:
                 self._done = 0.0
             found = samples()
             self._done = None if found is None or self._done is None else self._done + found
-            count(results, self._collectives, lambda: found, lambda: self._done)  # the batch may go
+            weigh_logged(results, self._collectives, lambda: found, lambda: self._done)  # the batch may go
         return output
 
 

@@ -37,13 +37,13 @@ def alone(found: GossipAverager, module: nn.Module, skip: bool = False) -> None:
 
 
 def learn(one: PushSumAverager, samples: list[int]) -> None:
-    one._keep(one._learned(one.x, one.pack(), samples))
+    one.keep(one.learned(one.x, one.pack(), samples))
 
 
 def take(one: PushSumAverager, push: ReceivedPush) -> None:
-    held = one._held(one.x)
-    one._take(held[0], [push])
-    one._keep(held)
+    held = one.held(one.x)
+    held[0].take([push])
+    one.keep(held)
 
 
 def step(module: nn.Module, size: float) -> None:
@@ -67,10 +67,10 @@ def test_no_samples() -> None:
     module = nn.Linear(2, 1, bias=False).double()
     one, start = push_sum(module), module.weight.detach().clone().reshape(-1)
     learn(one, [0, 12])
-    assert torch.equal(one._unbiased(one._held(one.x))[0], start)  # nothing has come yet
+    assert torch.equal(one.unbiased(one.held(one.x))[0], start)  # nothing has come yet
     take(one, ReceivedPush(1, 0, 0.5, [torch.full((2,), 3.0).double()]))
-    assert torch.equal(one._unbiased(one._held(one.x))[0], torch.full((2,), 6.0).double())
-    one.replica.unpack(one._unbiased(one._held(one.x)))
+    assert torch.equal(one.unbiased(one.held(one.x))[0], torch.full((2,), 6.0).double())
+    one.replica.unpack(one.unbiased(one.held(one.x)))
     learn(one, [0, 12])
     assert one.weights == [0.5]  # what has come is kept
     assert torch.equal(one.x[0], torch.full((2,), 3.0).double())

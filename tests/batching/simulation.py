@@ -9,7 +9,9 @@ import numpy as np
 
 from lightning_hetero.batching.accounting import OPENING
 from lightning_hetero.batching.cost import CostModel, SpeedEstimator
-from lightning_hetero.batching.planner import Idling, Plan, Planner, Report
+from lightning_hetero.batching.plan import Plan
+from lightning_hetero.batching.planner import Planner
+from lightning_hetero.batching.reports import Idling, Report
 from lightning_hetero.batching.shares import Cost, makespan, split
 from lightning_hetero.batching.timer import StepTiming
 

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import run
 
+from lightning_hetero.batching.plan import Plan
 from lightning_hetero.batching.plan_agreement import (
     ActionRequest,
     AgreedBatch,
@@ -24,7 +25,6 @@ from lightning_hetero.batching.plan_agreement import (
     decode_message,
     encode_message,
 )
-from lightning_hetero.batching.planner import Plan
 from lightning_hetero.batching.shares import Cost, Curve
 
 FIRST = Plan(0, (Cost(0.0, 1.0),) * 3, (1,) * 3, (9,) * 3)

@@ -11,16 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_hetero.batching.planner import (
-    Plan,
-    Planner,
-    PlanningState,
-    Report,
-    ShareHistory,
-    exact_shares,
-    plan_for_survivors,
-    rotating_shares,
-)
+from lightning_hetero.batching.plan import Plan, exact_shares, rotating_shares
+from lightning_hetero.batching.planner import Planner
+from lightning_hetero.batching.repartition import PlanningState, ShareHistory, plan_for_survivors
+from lightning_hetero.batching.reports import Report
 from lightning_hetero.batching.shares import Cost, Stepwise, makespan, split
 from lightning_hetero.errors import ConfigurationError, ShareError
 

@@ -103,7 +103,7 @@ def test_the_mutant_without_early_meetings(monkeypatch: pytest.MonkeyPatch, apar
 
 def test_the_mutant_that_corrects_only_what_is_sure(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lightning_hetero.batching.planner.Planner.CORRECT", 1.0)
-    monkeypatch.setattr("lightning_hetero.batching.planner.Plan.held_back", lambda plan, total: False)
+    monkeypatch.setattr("lightning_hetero.batching.plan.Plan.held_back", lambda plan, total: False)
     assert first_steps(0.02)[1] < 0.98
 
 
@@ -209,7 +209,7 @@ def test_alike_ranks_all_have_samples_whatever_the_noise(kind, name, first):
 
 
 def test_the_mutant_that_takes_one_of_alike_ranks_for_slow(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning_hetero.batching.planner.Planner.SLOW", 1.0)
+    monkeypatch.setattr("lightning_hetero.batching.idle_ranks.IdleRanks.SLOW", 1.0)
     cluster = Cluster([Cost(0.2, 0.001)] * 4, 8, noise=by_row(traces("quiet")), planners=1)
     cluster.run(460)
     assert idle(cluster) != []
@@ -237,7 +237,7 @@ def test_a_rank_that_is_too_slow_soon_gets_no_samples_and_some_once_it_is_faster
 
 
 def test_the_mutant_that_never_probes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning_hetero.batching.planner.Plan.of_step", lambda plan, step: plan)
+    monkeypatch.setattr("lightning_hetero.batching.plan.Plan.of_step", lambda plan, step: plan)
     cluster = Cluster(THREE, 32, planners=1)
     cluster.run(100)
     cluster.run(600, [*THREE[:2], Cost(0.04, 0.012)])

@@ -10,7 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_hetero.batching.planner import Plan, Planner, Report
+from lightning_hetero.batching.plan import Plan
+from lightning_hetero.batching.planner import Planner
+from lightning_hetero.batching.reports import Report
 from lightning_hetero.batching.shares import (
     MOST_BENDS,
     WORTH_LEAVING,

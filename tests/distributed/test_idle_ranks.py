@@ -23,7 +23,7 @@ from torchmetrics import MeanMetric
 from virtual_time import VirtualTime, virtual_time
 
 from lightning_hetero import EmulatedSpeed, HeteroDDPStrategy, HeteroMonitor, SharedStream
-from lightning_hetero.batching.planner import Planner
+from lightning_hetero.batching.idle_ranks import IdleRanks
 from lightning_hetero.batching.shares import Cost, makespan, split
 
 TOTAL = 32  # samples of all ranks in a step
@@ -203,8 +203,8 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
 def _case(name: str, epochs: int) -> dict[str, Any]:
     make, options = CASES[name]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Planner, "PROBE_STEPS", 8)  # sooner
-        patch.setattr(Planner, "PROBE_PART", 0.1)
+        patch.setattr(IdleRanks, "PROBE_STEPS", 8)  # sooner
+        patch.setattr(IdleRanks, "PROBE_PART", 0.1)
         return _fit(make, SLOWER, {60: FAST_AGAIN}, max_epochs=epochs, **options)
 
 
