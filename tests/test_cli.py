@@ -82,6 +82,12 @@ def test_a_script_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         main(["train.py"])
 
 
+def test_a_command_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match=r"^2$"):
+        main(["plna"])
+    assert "Did you mean plan?" in capsys.readouterr().err
+
+
 def test_safe_path_keeps_all_of_pythonpath(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "train.py").write_text("import sys; found = list(sys.path)")
     for safe, kept in ((True, ["first", "second"]), (False, ["second"])):
