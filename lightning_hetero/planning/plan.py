@@ -273,8 +273,8 @@ def plan(
         console.print(str(slow))
     console.print("\nWhat would help:")
     for change in changes(cluster, every, wire):
-        gain = f"{change.gain:.2f} times the samples/s" if change.gain > 1.005 else "nothing gained"
-        console.print(f"  {change.what}: {gain}, with {change.best.strategy}")
+        gain = f"{change.gain:.2f} times the samples/s, with {change.best.strategy}"
+        console.print(f"  {change.what}: {gain if change.gain > 1.005 else 'nothing gained'}")
     if most is None:
         console.print(
             "\nWeak scaling is left out: no link between nodes was measured. Give its rate, such as --link 1gbit."
