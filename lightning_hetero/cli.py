@@ -12,7 +12,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NoReturn
 
-from lightning_hetero.errors import HeteroError, LaunchError
+from lightning_hetero.errors import HeteroError
 from lightning_hetero.version import __version__
 
 _TRAINER = {
@@ -55,14 +55,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
             lightning_cli(arguments)
         elif given[0].endswith(".py"):
             if not Path(given[0]).is_file():
-                raise LaunchError(f"there is no script {given[0]} in {Path.cwd()}.")
+                sys.exit(f"error: there is no script {given[0]} in {Path.cwd()}.")
             from lightning_hetero.launch.script import run_script
 
             run_script(given[0], given[1:])
         else:
             _run(_parser().parse_args(given))
     except HeteroError as error:
-        if given[0] in _TRAINER or (given[0].endswith(".py") and Path(given[0]).is_file()):
+        if given[0] in _TRAINER or given[0].endswith(".py"):
             raise  # from a training: the traceback says where
         sys.exit(f"error: {error}")
 
