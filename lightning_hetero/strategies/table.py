@@ -275,8 +275,8 @@ def _explain(asked: object) -> None:
         ConfigurationError: names the nearest string, and its class.
     """
     if isinstance(asked, type) and _is_ours(asked):
-        name = asked.__name__
-        raise ConfigurationError(f"strategy={name} is a class: give an instance, strategy={name}(...).")
+        given = asked.__name__
+        raise ConfigurationError(f"strategy={given} is a class: give an instance, strategy={given}(...).")
     if (name := _meant(asked)) is None or not isinstance(asked, str):
         return
     near = ""
