@@ -27,7 +27,7 @@ _TRAINER = {
 _SUFFIXES = {"K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}
 
 
-class _Parser(argparse.ArgumentParser):
+class _CommandParser(argparse.ArgumentParser):
     """Parser whose errors name the nearest choice."""
 
     def error(self, message: str) -> NoReturn:
@@ -100,7 +100,7 @@ def _run(options: argparse.Namespace) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = _CommandParser(
         prog="lightning-hetero",
         description="Train with PyTorch Lightning on unequal machines and slow links.",
         epilog="lightning-hetero SCRIPT.py ARGUMENTS runs your script, unchanged, with the strategies registered. "
