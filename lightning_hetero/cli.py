@@ -4,11 +4,13 @@ The same through ``python -m lightning_hetero``.
 """
 
 import argparse
+import re
 import signal
 import sys
 from collections.abc import Sequence
+from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from lightning_hetero.errors import HeteroError
 from lightning_hetero.version import __version__
@@ -23,6 +25,15 @@ _TRAINER = {
 
 #: As people write numbers of parameters.
 _SUFFIXES = {"K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}
+
+
+class _CommandParser(argparse.ArgumentParser):
+    """Parser whose errors name the nearest choice."""
+
+    def error(self, message: str) -> NoReturn:
+        wrong = re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message)
+        near = get_close_matches(wrong[1], re.findall(r"\w+", wrong[2]), 1) if wrong else []
+        super().error(message + "".join(f". Did you mean {word}?" for word in near))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -43,13 +54,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
             lightning_cli(arguments)
         elif given[0].endswith(".py"):
+            if not Path(given[0]).is_file():
+                sys.exit(f"error: there is no script {given[0]} in {Path.cwd()}.")
             from lightning_hetero.launch.script import run_script
 
             run_script(given[0], given[1:])
         else:
             _run(_parser().parse_args(given))
     except HeteroError as error:
-        if given[0] in _TRAINER or (given[0].endswith(".py") and Path(given[0]).is_file()):
+        if given[0] in _TRAINER or given[0].endswith(".py"):
             raise  # from a training: the traceback says where
         sys.exit(f"error: {error}")
 
@@ -87,7 +100,7 @@ def _run(options: argparse.Namespace) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _CommandParser(
         prog="lightning-hetero",
         description="Train with PyTorch Lightning on unequal machines and slow links.",
         epilog="lightning-hetero SCRIPT.py ARGUMENTS runs your script, unchanged, with the strategies registered. "
@@ -153,7 +166,9 @@ def _add_plan(commands: Any) -> None:
     )
     cluster = plan.add_argument_group("the machines (defaults in parentheses)", argument_default=argparse.SUPPRESS)
     cluster.add_argument("--nodes", type=_at_least_one, help="number of nodes (2)")
-    cluster.add_argument("--ranks", type=_at_least_one, help="number of ranks per node (4)")
+    cluster.add_argument(
+        "--ranks", type=_counts, help="number of ranks per node, such as 8; or of each, such as 8,4 (4)"
+    )
     cluster.add_argument("--params", type=_parameters, help="parameters of the model, such as 350M or 1.3B (25e6)")
     cluster.add_argument("--step", type=_seconds, help="seconds that a rank of speed 1 takes for a step (0.3)")
     cluster.add_argument(
@@ -169,7 +184,7 @@ def _add_plan(commands: Any) -> None:
     cluster.add_argument("--latency", type=float, help="latency of that link, in seconds (2e-4)")
     cluster.add_argument("--inside", type=_rate, help="speed of the links between ranks of a node (5GB)")
     cluster.add_argument(
-        "--handling", type=_rate, help="parameters that a rank packs and mixes per second (500MB: one core)"
+        "--handling", type=_rate, help="bytes of parameters that a rank packs and mixes per second (500MB: one core)"
     )
     plan.add_argument(
         "--every", type=_at_least_one, help="steps between two exchanges (default: the best for each strategy)"
@@ -214,6 +229,10 @@ def _parameters(text: str) -> float:
 
 def _speeds(text: str) -> tuple[float, ...]:
     return tuple(_positive(part) for part in text.split(","))
+
+
+def _counts(text: str) -> tuple[int, ...]:
+    return tuple(_at_least_one(part) for part in text.split(","))
 
 
 def _at_least_one(text: str) -> int:

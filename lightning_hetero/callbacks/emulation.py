@@ -74,9 +74,14 @@ class EmulatedSpeed(Callback):
         costs: Sequence[Device],
         change_at: Mapping[int, Sequence[Device]] | None = None,
     ) -> None:
-        if len(costs) == 0:
-            raise ConfigurationError(f"costs={costs!r}: give the (a, k) of each rank.")
         schedule = {0: costs, **(change_at or {})}
+        for row in schedule.values():
+            if len(row) == 0 or not all(
+                callable(cost) or (hasattr(cost, "__len__") and len(cost) == 2) for cost in row
+            ):
+                raise ConfigurationError(
+                    f"costs={row!r}: give the (a, k) of each rank: seconds per batch, and per sample."
+                )
         self._costs = {
             batch: [cost if callable(cost) else Cost(*cost) for cost in row] for batch, row in schedule.items()
         }

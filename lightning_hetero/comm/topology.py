@@ -218,12 +218,12 @@ def address_of(interface: str) -> str:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             answer = fcntl.ioctl(probe, _ADDRESS, struct.pack("40s", interface.encode()))
-        except (OSError, struct.error) as error:
+        except (OSError, struct.error):
             known = ", ".join(name for _, name in socket.if_nameindex())
             raise ConfigurationError(
                 f"interface={interface!r}: {socket.gethostname()} has no network interface of that name with "
                 f"an IPv4 address. It has {known}."
-            ) from error
+            ) from None
     return socket.inet_ntoa(answer[20:24])
 
 

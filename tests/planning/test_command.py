@@ -69,17 +69,25 @@ def test_help_names_the_defaults(capsys):
     assert set(found) == set(ClusterOptions._fields)
     for name, text in found.items():
         value = ClusterOptions()._asdict()[name]
-        assert (bytes_per_second(text) if text[-1] in "tB" else float(text)) == (1 if name == "speeds" else value), name
+        value = value[0] if name in ("speeds", "ranks") else value
+        assert (bytes_per_second(text) if text[-1] in "tB" else float(text)) == value, name
 
 
 def test_the_cluster_that_was_described():
     cluster = cluster_from_options(
-        ClusterOptions(nodes=3, ranks=2, params=1e6, step=0.4, speeds=(1, 1, 0.5), batch=10, fixed=0.25)
+        ClusterOptions(nodes=3, ranks=(2,), params=1e6, step=0.4, speeds=(1, 1, 0.5), batch=10, fixed=0.25)
     )
     assert [len(node) for node in cluster.nodes] == [2, 2, 2]
     assert [cost.seconds(10) for cost in cluster.ranks] == pytest.approx([0.4, 0.4, 0.8] * 2)
     assert cluster.ranks[0].fixed == pytest.approx(0.1)
     assert (cluster.size, cluster.samples) == (4e6, 60)
+
+
+def test_nodes_of_different_sizes(capsys):
+    cluster = cluster_from_options(ClusterOptions(nodes=3, ranks=(8, 4), speeds=(1, 0.5)))
+    assert [len(node) for node in cluster.nodes] == [8, 4, 8]
+    assert [cost.seconds(32) for cost in cluster.ranks] == pytest.approx([0.3, 0.6] * 10)
+    assert "2 nodes, 12 ranks; " in printed(["--nodes", "2", "--ranks", "8,4", "--most", "2"], capsys)
 
 
 def test_it_prints_all_strategies_the_best_and_why_and_what_would_help(capsys, tmp_path, monkeypatch):
@@ -195,6 +203,9 @@ def test_what_a_file_has_measured_cannot_be_given_beside_it(option, tmp_path):
         (["--speeds", "1,0"], "above 0"),
         (["--from", "nowhere.json"], "there is no file"),
         (["--wire", "int2"], "invalid choice"),
+        (["--wire", "bf61"], "Did you mean bf16?"),
+        (["--ranks", "8,0"], "at least 1"),
+        (["--ranks", "8,4,2"], "numbers of 3 nodes for --nodes 2"),
         (["--latency", "-1"], "at least 0"),
         (["--fixed", "1"], "below 1"),
         (["--latency", "nan"], "must be finite"),
