@@ -83,6 +83,8 @@ def check_equal(what: str, values: Mapping[str, Any], group: dist.ProcessGroup |
     everyone = gather(dict(values), what, group)
     names = dict.fromkeys(name for one in everyone for name in one)
     differing = [name for name in names if len({repr(one.get(name, _MISSING)) for one in everyone}) > 1]
+    # Where, say, strategies differ, so do the names of their options, which would only hide the cause.
+    differing = [name for name in differing if all(name in one for one in everyone)] or differing
     ranks = range(len(everyone)) if group is None else dist.get_process_group_ranks(group)
     lines = [
         f"  {name}: "

@@ -51,6 +51,7 @@ from lightning_hetero.strategies.recovery_policy import JoinTicket, RecoveryPoli
 from lightning_hetero.strategies.replica_ddp import ReplicaDDP, use_shared_memory_allreduce
 from lightning_hetero.strategies.signals import StopRequest
 from lightning_hetero.strategies.training_step import TrainingStep
+from lightning_hetero.version import __version__
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -276,7 +277,12 @@ class JobStrategy(DDPStrategy):
         follows = None
         if ticket is not None:
             follows = ViewSuccession(ticket.admission.view, self.launch, ticket.replica)
-        agreed = {"strategy": type(self).__name__, **options.agreed(), **self.algorithm_options()}
+        agreed = {
+            "lightning_hetero": __version__,
+            "strategy": type(self).__name__,
+            **options.agreed(),
+            **self.algorithm_options(),
+        }
         job = Job.join(place, options.ranks_per_node, self.replicas, agreed, options.limit, follows)
         if ticket is not None and is_sharded(self.lightning_module):
             job.view = replace(job.view, ranks_leave=False)  # also where one replica remains
