@@ -129,9 +129,8 @@ class BatchAccounting:
         self._idle: tuple[int, ...] = ()  # ranks without samples, as the log knows
         self.settings: Callable[[], dict[str, float]] = dict  # the hyperparameters of optimizers
         self._settings: dict[str, float] = {}  # when the latest report was made
-        self.agreement: BackgroundPlans | None = (
-            None  # on new plans; without one they come from the reports of all ranks
-        )
+        # On new plans; without one they come from the reports of all ranks.
+        self.agreement: BackgroundPlans | None = None
 
     def continue_from(self, former: "BatchAccounting", repartition: Repartition | None = None) -> None:
         """Go on where another one has stopped, which was made from an earlier view.
