@@ -545,3 +545,6 @@ class OuterAsyncAverager(AsyncCenterAverager):
         # What replicas have done since they began is in the mean, and must not count twice.
         for start, value in zip(self.begun_from, self.replica.pack(), strict=False):
             start.copy_(value)
+        if self.quorum is not None:  # what waited for its outer step when all last looked
+            for waiting in self.gradient_sum:
+                waiting.zero_()

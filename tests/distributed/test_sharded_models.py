@@ -30,6 +30,7 @@ from lightning_hetero.strategies.table import ENTRIES
 
 STRATEGIES = {entry.name: entry.strategy for entry in ENTRIES}
 STRATEGIES |= dict.fromkeys(("push", "pull"), STRATEGIES["hetero_gossip"])  # forms of it
+STRATEGIES["quorum"] = STRATEGIES["hetero_diloco_async"]
 
 
 class Sharded:
@@ -106,6 +107,7 @@ SYNCHRONOUS: dict[str, dict[str, Any]] = {
     "hetero_easgd_round_robin": {"replica": "node", "tau": 2},
     "hetero_eamsgd": {"replica": "node", "tau": 2, "optimizer": "nesterov"},
     "hetero_diloco": {"replica": "node", "tau": 4},
+    "quorum": {"replica": "node", "tau": 4, "quorum": 1, "patience": 1e9},
     "hetero_noloco": {"replica": "node", "tau": 4},
     "hetero_gossip": {"replica": "node"},
     "hetero_gossip_push_sum": {"replica": "node"},
