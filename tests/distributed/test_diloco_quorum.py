@@ -43,11 +43,12 @@ class Late(pl.Callback):
     def on_train_start(self, trainer: pl.Trainer, *_: Any) -> None:
         averager: Any = trainer.strategy.averager  # type: ignore[attr-defined]
         visit, rank, store = averager._visit, trainer.global_rank, dist.distributed_c10d._get_default_store()
+        begins = trainer.global_step
 
         def visited(context: Any) -> None:
             if rank == LATE:
                 store.get(f"0 after {context.step}")
-            if rank == 0 and context.step > TAU:
+            if rank == 0 and context.step - TAU > begins:
                 store.get(f"{LATE} after {context.step - TAU}")
             visit(context)
             store.set(f"{rank} after {context.step}", "")
@@ -101,8 +102,8 @@ def test_resumed_with_a_part_that_waits_for_its_outer_step(tmp_path: Path) -> No
     undisturbed = run(late, 4, save=tmp_path / "a", nodes=[1, 1, 1, 1])
     resumed = run(late, 4, resume=tmp_path / "a", nodes=[1, 1, 1, 1])
     for (path, end), (later_path, later_end) in zip(undisturbed, resumed, strict=True):
-        assert np.array_equal(path[7:], later_path)
-        assert np.array_equal(end, later_end)
+        assert abs(path[7:] - later_path).max() < 1e-12  # three replicas come to a round in any order
+        assert abs(end - later_end).max() < 1e-12
 
 
 def test_a_round_waits_for_a_quorum_and_then_with_patience() -> None:
@@ -138,5 +139,5 @@ def test_what_does_not_go_with_a_quorum(options: dict[str, Any], message: str) -
 
 
 def test_a_quorum_of_more_replicas_than_there_are() -> None:
-    for failure in attempt(trained, 2, DiLoCoAsyncStrategy, quorum=3, nodes=[1, 1]):
+    for failure in attempt(trained, 2, DiLoCoAsyncStrategy, quorum=3, balance="off", nodes=[1, 1]):
         assert "quorum=3: there are 2 replicas. Use at most as many." in str(failure)
