@@ -29,7 +29,16 @@ from lightning_hetero.replicas.vectors import Replica
 
 
 class FragmentVectors(NamedTuple):
-    """Vectors of a center that belong to one fragment of the model, and the table of speeds, which belongs to all."""
+    """Vectors of a center that belong to one fragment of the model, and the table of speeds, which belongs to all.
+
+    Attributes:
+        c: the values.
+        speeds: steps per second of each replica.
+        m: their momentum.
+        s: a sum of what has arrived.
+        arrivals: their number, a view of one value.
+        rounds: number of rounds that have closed, a view of one value.
+    """
 
     c: Sequence[Tensor]
     speeds: Tensor
