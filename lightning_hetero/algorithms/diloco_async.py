@@ -366,7 +366,8 @@ class OuterAsyncAverager(AsyncCenterAverager):
                 f"outer_lr={lr!r}, outer_momentum={momentum!r}: the first must be above 0, the second at least 0 and "
                 "below 1."
             )
-        one_of("follow_speed", self.follow_speed, (None, True, False))
+        if self.follow_speed is not None:
+            one_of("follow_speed", self.follow_speed, (True, False))
         one_of("momentum_rule", self.momentum_rule, tuple(MOMENTUM_RULES))
         one_of("center", self.center, ("auto", "shared_memory", "thread"))
         check_wire(self.wire)
