@@ -25,7 +25,7 @@ help:
 	@echo "            train models of other packages, each in an environment of its own (.envs, 12 GB), with ddp and with ours;"
 	@echo "            without NAMES all (ten minutes, and longer to make the environments)"
 	@echo "make docs   set up, then make the documentation's site, docs/_build/html/index.html"
-	@echo "make dist   build the sdist and the wheel, in dist/; TAG=v1.2.3 sees first that this is the version"
+	@echo "make dist   build the sdist and the wheel, in dist/, and check them; TAG=v1.2.3 sees first that this is the version"
 	@echo "make clean  remove the virtual environments and build products"
 
 setup: $(VENV)/.ready
@@ -132,7 +132,7 @@ DIST := .venv-dist
 
 $(DIST)/.ready: constraints.txt
 	@$(PYTHON) -m venv $(DIST)
-	@$(DIST)/bin/python -m pip install --quiet --constraint $(CONSTRAINTS) build
+	@$(DIST)/bin/python -m pip install --quiet --constraint $(CONSTRAINTS) build twine
 	@touch $@
 
 dist: $(DIST)/.ready
@@ -141,6 +141,7 @@ dist: $(DIST)/.ready
 	@echo "== Building the sdist and the wheel"
 	@rm -rf build dist *.egg-info
 	@$(DIST)/bin/python -m build --outdir dist
+	@$(DIST)/bin/python -m twine check --strict dist/*
 
 clean:
 	rm -rf $(VENV) $(OLDEST) $(DIST) .envs docs/_build build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -35,7 +35,10 @@ STRATEGIES: dict[str, dict[str, Any]] = {
 class Emulated(pl.LightningModule):
     def __init__(self) -> None:
         super().__init__()
-        self.net, self.done = torch.nn.Linear(16, 1), [(time.perf_counter(), 0)]
+        self.net, self.done = torch.nn.Linear(16, 1), list[tuple[float, int]]()
+
+    def on_train_start(self) -> None:
+        self.done.append((time.perf_counter(), 0))
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         time.sleep(COSTS[self.global_rank].seconds(len(batch[0])))

@@ -1,10 +1,11 @@
 """Samples per second where samples differ in length: shares by number and by cost, and the bound.
 
 Samples are the docstrings of Python's standard library, up to 1,024 characters each; 64 in a global batch. A delay,
-which uses no core, emulates devices: a rank of speed 1 takes 10 ms for a batch and 60 microseconds for each character,
-padding included where parts are padded.
+which uses no core, emulates devices: a rank of speed 1 takes 10 ms for a batch and 60 microseconds for each character;
+where parts are padded 15, padding included, with which a step takes about as long. The delays alone take about five
+minutes per repeat.
 
-    python benchmarks/uneven_data.py [--repeats 3]
+    python benchmarks/uneven_data.py [--repeats 3] [--steps 64]
     python benchmarks/uneven_data.py --real 1      # a small transformer, which pads, on two ranks, with no delay
 """
 
@@ -28,7 +29,8 @@ from torch.utils.data import DataLoader, Dataset
 from lightning_hetero import HeteroDDPStrategy
 from lightning_hetero.batching.deal import Machines, deal_padded
 
-FIXED, PER_CHARACTER, LONGEST, BATCH, STEPS, SKIP = 0.010, 60e-6, 1024, 64, 64, 34
+FIXED, LONGEST, BATCH, SKIP = 0.010, 1024, 64, 34
+PER_CHARACTER = {"additive": 60e-6, "padded": 15e-6}
 SPEEDS = {"alike": (1.0,) * 4, "unlike": (1.0, 1.0, 0.5, 0.25)}
 CONTENDERS: dict[str, dict[str, Any]] = {
     "even shares": {"balance": "off", "cost": "samples"},
@@ -81,7 +83,7 @@ class Emulated(pl.LightningModule):
         lengths = batch["length"]
         self.parts.append(lengths.tolist())
         cost = lengths.sum() if self.rule == "additive" else batch["ids"].numel()
-        time.sleep(seconds(float(cost), self.speeds[self.global_rank]) if self.delay else 0.0)
+        time.sleep(seconds(float(cost), self.rule, self.speeds[self.global_rank]) if self.delay else 0.0)
         return self.net(lengths.float()[:, None] / LONGEST).square().mean()
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -113,9 +115,9 @@ class Transformer(pl.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
-def seconds(cost: float, speed: float) -> float:
+def seconds(cost: float, rule: str, speed: float) -> float:
     """Seconds of a rank for a part of some cost."""
-    return (FIXED + PER_CHARACTER * cost) / speed
+    return (FIXED + PER_CHARACTER[rule] * cost) / speed
 
 
 def fit(module: Any, options: dict[str, Any], batch: int, steps: int, skip: int) -> dict[str, float]:
@@ -140,20 +142,20 @@ def fit(module: Any, options: dict[str, Any], batch: int, steps: int, skip: int)
 def bound(lengths: np.ndarray, rule: str, speeds: tuple[float, ...]) -> float:
     """Seconds of a batch: additive, if samples could be divided; padded, of the optimal deal."""
     if rule == "additive":
-        return (len(speeds) * FIXED + PER_CHARACTER * float(lengths.sum())) / sum(speeds)
-    fixed, per_unit = [FIXED / speed for speed in speeds], [PER_CHARACTER / speed for speed in speeds]
+        return (len(speeds) * FIXED + PER_CHARACTER[rule] * float(lengths.sum())) / sum(speeds)
+    fixed, per_unit = [FIXED / speed for speed in speeds], [PER_CHARACTER[rule] / speed for speed in speeds]
     owner = deal_padded(lengths, Machines.of(fixed, per_unit, [1] * len(speeds)))
     parts = [lengths[owner == rank] for rank in range(len(speeds))]
-    return max(seconds(float(len(part) * part.max()), speed) for part, speed in zip(parts, speeds, strict=True))
+    return max(seconds(float(len(part) * part.max()), rule, speed) for part, speed in zip(parts, speeds, strict=True))
 
 
-def worker(real: int, repeats: int, rule: str = "padded", ranks: str = "alike") -> dict[str, Any]:
+def worker(real: int, repeats: int, steps: int, rule: str = "padded", ranks: str = "alike") -> dict[str, Any]:
     """The figures of each contender."""
 
     def run(options: dict[str, Any], delay: bool = True) -> dict[str, float]:
         if real:
             return fit(Transformer(), options, 32, 24, 8)
-        return fit(Emulated(rule, SPEEDS[ranks], delay), options, BATCH, STEPS, SKIP)
+        return fit(Emulated(rule, SPEEDS[ranks], delay), options, BATCH, steps, min(SKIP, steps // 2))
 
     options = {name: {**chosen, **({} if chosen else {"cost": rule})} for name, chosen in CONTENDERS.items()}
     fits = {name: partial(run, chosen) for name, chosen in options.items()}
@@ -175,18 +177,18 @@ def show(title: str, results: dict[str, Any]) -> None:
 
 def main() -> None:
     """Print a table."""
-    options = jobs.options(__doc__, 3, real=0)
+    options = jobs.options(__doc__, 3, real=0, steps=64)
     lengths = list(map(len, docstrings()))
     print(f"{len(lengths)} docstrings, mean {statistics.mean(lengths):.0f} characters, median ", end="")
     print(f"{statistics.median(lengths):.0f}; {options.repeats} alternating runs; {jobs.machine()}\n")
     print("| ranks, rule | batches are split | samples/s, against by number | against the bound | padding |")
     print("|---|---|---:|---:|---:|")
     if options.real:
-        show("2 alike, padded, a transformer", jobs.launch(2, 1, options.repeats))
+        show("2 alike, padded, a transformer", jobs.launch(2, 1, options.repeats, options.steps))
         return
     for ranks in SPEEDS:
         for rule in ("additive", "padded"):
-            found = jobs.launch(4, 0, options.repeats, f'"{rule}"', f'"{ranks}"')
+            found = jobs.launch(4, 0, options.repeats, options.steps, f'"{rule}"', f'"{ranks}"')
             show(f"4 {ranks}, {rule}", found)
 
 

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     )
     from lightning_hetero.strategies.auto import AutoStrategy
     from lightning_hetero.strategies.base import HeteroStrategy
+    from lightning_hetero.strategies.fabric import HeteroFabricStrategy
     from lightning_hetero.strategies.replica import ReplicaStrategy, strategy_for
 
 __all__ = [
@@ -63,6 +64,7 @@ __all__ = [
     "GossipStrategy",
     "HeteroDDPStrategy",
     "HeteroError",
+    "HeteroFabricStrategy",
     "HeteroMonitor",
     "HeteroStrategy",
     "InFlight",

@@ -114,6 +114,8 @@ def _parser() -> argparse.ArgumentParser:
         "--batch-size", type=_at_least_one, default=64, help="of each rank, for the built-in model (%(default)s)"
     )
     doctor.add_argument("--timeout", type=_seconds, default=60.0, help="longest wait for a rank, in s (%(default)s)")
+    doctor.add_argument("--interface", help="network interface towards the others, such as wg0, as for the strategies")
+    doctor.add_argument("--ports", help="range of ports to listen in, such as 29500-29540, as for the strategies")
     doctor.add_argument("--save", type=Path, help="write what was measured to this file, for plan --from")
     doctor.add_argument(
         "--selftest",
@@ -150,8 +152,8 @@ def _add_plan(commands: Any) -> None:
     cluster.add_argument("--latency", type=float, help="of that link, in s (2e-4)")
     cluster.add_argument("--inside", type=_rate, help="between the ranks of a node (5GB)")
     cluster.add_argument("--handling", type=_rate, help="parameters that a rank packs and mixes (500MB; a core's)")
-    plan.add_argument("--every", type=_at_least_one, default=16, help="steps between rare exchanges (%(default)s)")
-    plan.add_argument("--wire", choices=("fp32", "bf16", "int8", "int4"), default="fp32", help="(%(default)s)")
+    plan.add_argument("--every", type=_at_least_one, help="steps between exchanges (default: the best for each)")
+    plan.add_argument("--wire", choices=("fp32", "bf16", "int8", "int4"), help="(default: the best for each)")
     plan.add_argument("--most", type=_at_least_one, default=512, help="nodes of the weak scaling (%(default)s)")
     plan.add_argument("--out", type=Path, help="draw the weak scaling to this PNG")
 

@@ -503,6 +503,8 @@ def examine(
     batch_size: int,
     timeout: float,
     save: Path | None = None,
+    interface: str | None = None,
+    ports: str | None = None,
     **trainer_options: Any,
 ) -> None:
     """Measure ranks and links, and print a suggestion on the first rank.
@@ -513,6 +515,8 @@ def examine(
         batch_size: samples of each rank, for the built-in model.
         timeout: longest wait for another rank, in seconds.
         save: write what was measured to this file, as JSON.
+        interface: as for the strategies.
+        ports: as for the strategies.
         **trainer_options: ``devices`` and the like. The ranks are those that such a Trainer would have: a launcher's,
             such as those of torchrun or mpiexec, or new ones.
 
@@ -524,7 +528,7 @@ def examine(
         logging.getLogger(source).setLevel(logging.ERROR)
     warnings.simplefilter("ignore", UserWarning)  # Lightning's advice is for trainings
     warnings.simplefilter("ignore", FutureWarning)
-    strategy = HeteroDDPStrategy(ranks_per_node=ranks_per_node, timeout=timeout)
+    strategy = HeteroDDPStrategy(ranks_per_node=ranks_per_node, timeout=timeout, interface=interface, ports=ports)
     try:
         trainer = Trainer(
             strategy=strategy,

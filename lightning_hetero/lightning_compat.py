@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from lightning.fabric.plugins.environments import ClusterEnvironment, LightningEnvironment
+from lightning.fabric.strategies import DDPStrategy as FabricDDP
 from lightning.fabric.utilities.data import _auto_add_worker_init_fn as add_worker_init_fn
 from lightning.fabric.utilities.data import has_iterable_dataset
 from lightning.fabric.utilities.distributed import _init_dist_connection as init_dist_connection
@@ -51,7 +52,7 @@ __all__ += ["init_dist_connection", "set_num_threads_if_needed"]
 # -- the strategy that ours are made from ----------------------------------------------------------
 
 
-def ddp_options(ddp: DDPStrategy) -> dict[str, Any]:
+def ddp_options(ddp: DDPStrategy | FabricDDP) -> dict[str, Any]:
     """The options that the user has given for ``DistributedDataParallel``."""
     return ddp._ddp_kwargs
 

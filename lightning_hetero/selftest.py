@@ -361,7 +361,7 @@ def _exact(kind: str) -> None:
     data = torch.randn(STEPS * 12, WIDTH, generator=torch.Generator().manual_seed(0)).double()
     trainer = _fit(module, kind, strategy, data=data)
     weights = torch.cat([p.detach().cpu().flatten() for p in module.parameters()]).tolist()
-    _report(weights=weights[:: max(len(weights) // 500, 1)], route=trainer.strategy.collaborators.announced_route)
+    _report(weights=weights[:: max(len(weights) // 500, 1)], route=trainer.strategy.announced_route[1])
 
 
 def _timed_module(kind: str) -> _Module:

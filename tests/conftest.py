@@ -1,5 +1,6 @@
 import os
 import sys
+import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,6 +32,16 @@ def _nothing_is_left_for_later_tests() -> Iterator[None]:
     rank_zero_only.rank = 0  # type: ignore[attr-defined]
     for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):
         os.environ.pop(name, None)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _temporary_files_go_with_the_tests(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Also those of jobs that fail, which keep the traceback of each rank for their user."""
+    folder = tmp_path_factory.mktemp("tmp", numbered=False)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TMPDIR", str(folder))
+        patch.setattr(tempfile, "tempdir", str(folder))
+        yield
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest takes those that `-m` selects

@@ -250,3 +250,13 @@ def test_without_a_command_it_prints_help(capsys: pytest.CaptureFixture) -> None
     printed = capsys.readouterr()
     assert "doctor" in printed.out
     assert not printed.err
+
+
+@pytest.mark.long
+def test_without_the_import_the_error_is_that_of_the_page_of_mistakes() -> None:
+    code = "from lightning.pytorch import Trainer; Trainer(strategy='hetero_ddp')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=250, check=False)
+    told = "You selected an invalid strategy name: `strategy='hetero_ddp'`"
+    assert told in done.stderr
+    page = (Path(__file__).parents[1] / "docs" / "mistakes.md").read_text()
+    assert "You selected an invalid strategy name: `strategy='hetero_...'`" in page

@@ -47,7 +47,7 @@ OF_LIGHTNING_CLI = {"fit", "validate", "test", "predict"}
 #: Programs of the system, with options that this test does not know.
 OTHERS = (
     "apt|cat|cd|chmod|hostname|ip|kill|kubectl|ls|pre-commit|ray|ruff|sbatch|scancel|scp|scontrol|squeue|srun|ssh|"
-    "sysctl|tail|wg|wg-quick"
+    "sysctl|tail|uv|wg|wg-quick"
 )
 
 PYTHON = [block for block in blocks("python") if not block.remark.startswith(("not run", ON_RANKS))]

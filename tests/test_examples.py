@@ -4,9 +4,13 @@ import csv
 import importlib
 import importlib.util
 import json
+import os
 import re
 import shutil
+import signal
+import subprocess
 import sys
+import time
 from collections import Counter
 from html import unescape
 from itertools import islice, zip_longest
@@ -363,3 +367,54 @@ def test_sharded_gpt(tmp_path: Path) -> None:
     assert "training starts at step 16" in resumed
     assert float(re.search(r"character: ([\d.]+) before", resumed).group(1)) == pytest.approx(last, abs=0.02)
     assert (tmp_path / "out" / "step=24.ckpt" / "meta.pt").exists()
+
+
+class Printing:
+    """A command that runs, and what it has printed so far.
+
+    Args:
+        folder: to work in.
+        name: of the file with what it prints.
+        arguments: of the example.
+    """
+
+    def __init__(self, folder: Path, name: str, arguments: list[str]) -> None:
+        self._file = folder / name
+        command = [sys.executable, EXAMPLES / "sharded_gpt.py", *arguments]
+        with self._file.open("w") as out:
+            self.process = subprocess.Popen(command, cwd=folder, stdout=out, stderr=subprocess.STDOUT)
+
+    @property
+    def output(self) -> str:
+        return self._file.read_text()
+
+    def wait_for(self, pattern: str, seconds: float = 200.0) -> re.Match[str]:
+        """What it prints, as soon as it does."""
+        until = time.monotonic() + seconds
+        while (found := re.search(pattern, self.output)) is None:
+            assert self.process.poll() is None, self.output[-4000:]
+            assert time.monotonic() < until, self.output[-4000:]
+            time.sleep(0.2)
+        return found
+
+
+@pytest.mark.long
+def test_sharded_gpt_goes_on_without_a_replica_that_joins_again(tmp_path: Path) -> None:
+    sizes = {"steps": 2000, "tau": 4, "save-every": 500, "batch-size": 1, "context": 16, "width": 32, "layers": 1}
+    small = [word for name, size in sizes.items() for word in (f"--{name}", str(size))]
+    common = ["--accelerator", "cpu", *small, "--join-file", str(tmp_path / "job"), "--out", str(tmp_path / "out")]
+    with watched() as running:
+        first = Printing(tmp_path, "first", ["--ranks-per-node", "2", "2", *common])
+        lost = first.wait_for(r"rank 3 \(process (\d+)\) holds")
+        first.wait_for("step 25: ")
+        os.kill(int(lost.group(1)), signal.SIGKILL)
+        again = Printing(tmp_path, "again", ["--ranks-per-node", "2", *common])
+        first.wait_for(r"Training goes on with 1 replica\(s\) with 2 rank\(s\)")
+        for rank in (2, 3):
+            again.wait_for(rf"rank {rank} \(process \d+\) holds")
+        assert [one.process.wait(400) for one in (first, again)] == [0, 0], first.output[-4000:] + again.output[-4000:]
+        assert running() == []
+    begun = [int(step) for step in re.findall(r"training starts at step (\d+)", first.output)]
+    assert begun[0] == 0
+    assert 25 < begun[-1] < 2000
+    assert "bits per character: " in first.output

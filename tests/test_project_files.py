@@ -103,9 +103,8 @@ def test_what_the_page_lists_is_what_the_code_does(what: str, kind: object) -> N
     assert all((PACKAGE / name).exists() for name in told)
 
 
-@pytest.mark.parametrize("file", ["comm/transport.py", "comm/gossip_peers.py"])
-def test_where_a_token_is_asked_for_it_is_compared_in_constant_time(file: str) -> None:
-    own = (PACKAGE / file).read_text()
+def test_where_a_token_is_asked_for_it_is_compared_in_constant_time() -> None:
+    own = (PACKAGE / "comm/transport.py").read_text()
     assert "hmac.compare_digest(" in own
     assert not re.search(r"\btoken\s*[!=]=", own)
     assert "pickle" not in own

@@ -14,7 +14,7 @@ from pathlib import Path
 from gains import NODES, ddp, gain, of_nodes
 from lanes import BELOW, COLOURS, Lane, draw
 
-from lightning_hetero.algorithms.schedules import TauSchedule, phase
+from lightning_hetero.algorithms.schedules import Phases, TauSchedule
 from lightning_hetero.algorithms.topologies import one_peer_exponential, random_matching, sends
 
 
@@ -70,7 +70,7 @@ def daso(every: int = 4, wait: int = 2, lasts: float = 1.6) -> list[Lane]:
     """Blocking first, then in the background."""
     title = f"hetero_daso, global_every={every}, wait={wait}: warm-up, then an exchange in the background"
     lane, step = Lane(title, of_nodes(), 21), 1
-    while phase(step, 1000, 2, 0) != "cycling":
+    while Phases(1000, 2).of_step(step) != "cycling":
         in_nodes(lane)
         lane.meet(range(4), 1.1)
         step += 1

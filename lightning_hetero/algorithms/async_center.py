@@ -106,14 +106,15 @@ class AsyncCenterAverager(CenteredAverager):
         rates = {f"exchanges_per_s/replica{i}": rate for i, rate in enumerate(self._rates.per_second())}
         return {**super().status(step), **rates}
 
-    @property
     @override
-    def uses_center(self) -> bool:
-        return any(self.counts)
+    def consensus(self, context: StepContext) -> list[Tensor]:
+        self.before_save()
+        return super().consensus(context)
 
     @override
     def before_save(self) -> None:
         self.counts = self._client.read(self.center_vectors)
+        self.commits = sum(self.counts)
 
     @override
     def after_restore(self) -> None:
@@ -132,7 +133,7 @@ class AsyncCenterAverager(CenteredAverager):
     def after_loss(self, former: Mapping[str, Any], step: int, context: StepContext) -> None:
         if self.commits < 0:
             self.replace_center(context)
-        self.commits = 0
+        self.commits = sum(self.counts)
 
     def replace_center(self, context: StepContext) -> None:
         """The center was lost with its host: begin again with the mean of the replicas that remain (collective)."""

@@ -36,9 +36,10 @@ from lightning_hetero.algorithms.state import (
 from lightning_hetero.comm.all_reduce import Average, ReplicaLinks
 from lightning_hetero.comm.compression import Feedback
 from lightning_hetero.comm.groups import Groups
+from lightning_hetero.comm.object_collectives import finite
 from lightning_hetero.comm.staging import memory_like
 from lightning_hetero.comm.topology import Topology
-from lightning_hetero.errors import ConfigurationError, UnsupportedError
+from lightning_hetero.errors import ConfigurationError, NotFiniteError, UnsupportedError
 from lightning_hetero.replicas.sharding import local
 from lightning_hetero.replicas.vectors import LayoutChange, Replica, wide_dtype
 
@@ -421,6 +422,19 @@ class Averager(Stateful, ABC):
         free, self.reference = self.reference, average.mean
         self.commits += 1
         return free
+
+    def is_finite(self, values: Sequence[Tensor]) -> bool:
+        """Whether values of this replica are finite; if not, it counts as left out.
+
+        Raises:
+            NotFiniteError: it may not be left out (``on_nan="error"``).
+        """
+        if finite(values):
+            return True
+        if not self.run.skip:
+            raise NotFiniteError([self.links.index])
+        self.links.traffic.skipped.append(self.links.index)
+        return False
 
     # -- what others see ---------------------------------------------------------------------------
 

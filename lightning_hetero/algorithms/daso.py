@@ -8,13 +8,12 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_hetero.algorithms.base import LowBitAverager, Outcome, StepContext, Traits
-from lightning_hetero.algorithms.schedules import RateSchedule, phase, steps_of
+from lightning_hetero.algorithms.schedules import Phases, RateSchedule
 from lightning_hetero.algorithms.state import InFlight, PendingExchange, Shared
 from lightning_hetero.argument_checks import at_least_one, one_of
 from lightning_hetero.comm.all_reduce import Average, AveragePart, Contribution
 from lightning_hetero.comm.compression import check_wire
 from lightning_hetero.comm.staging import memory_like
-from lightning_hetero.errors import ConfigurationError
 from lightning_hetero.replicas.vectors import Replica
 
 Mixing = Literal["daso", "delta"]
@@ -87,10 +86,12 @@ class DASOAverager(LowBitAverager):
         self.first_schedule()  # raises now
         one_of("mixing", self.mixing, ("daso", "delta"))
         check_wire(self.wire)
-        for name in ("warmup", "cooldown"):
-            steps_of(name, getattr(self, name), 100, 10)  # raises now
+        Phases.of_run(math.inf, 10, **self._parts())  # raises now
         if self.schedule_every_n_steps is not None:
             at_least_one("schedule_every_n_steps", self.schedule_every_n_steps, ", or None")
+
+    def _parts(self) -> dict[str, float | int | str]:
+        return {"warmup": self.warmup, "cooldown": self.cooldown}
 
     def first_schedule(self) -> RateSchedule:
         """B and W as the options say.
@@ -103,32 +104,18 @@ class DASOAverager(LowBitAverager):
     @override
     def prepare(self) -> Outcome | None:
         self.links.prepare()
-        self._phases = 0.0, 0, 0  # optimizer steps of the run, of its warm-up, of its cool-down
+        self._phases = Phases()
         self._lasted = math.nan  # the latest exchange, in steps of this rank
         self._sent: list[Tensor] = []  # by the exchange under way
         if self.links.count == 1:
             return Outcome(info="there is one node, so no global network: it trains as hetero_ddp would.")
-        total, per_epoch = self.run.length()
-        lengths = {name: steps_of(name, getattr(self, name), total, per_epoch) for name in ("warmup", "cooldown")}
-        if self.run.fast_dev_run:
-            lengths = dict.fromkeys(lengths, 0)
-        if sum(lengths.values()) > total:
-            raise ConfigurationError(
-                f"warmup and cooldown take {lengths} of {total} optimizer steps: leave some between."
-            )
-        self._phases = total, lengths["warmup"], lengths["cooldown"]
-        asked = {name: getattr(self, name) for name in lengths}
-        parts = [f"{name}={part}" for name, part in asked.items() if isinstance(part, float) and part]
-        if math.isinf(total) and parts:
-            return Outcome(
-                info=f"{' and '.join(parts)} of the run, of which nobody knows the length: the warm-up takes "
-                f"{lengths['warmup']} optimizer steps, the cool-down {lengths['cooldown']}. Give steps to change that."
-            )
-        return None
+        asked = dict.fromkeys(self._parts(), 0) if self.run.fast_dev_run else self._parts()
+        self._phases = Phases.of_run(*self.run.length(), **asked)
+        return Outcome(info=self._phases.assumed(**asked))
 
     def phase(self, step: int) -> str:
         """The phase of an optimizer step."""
-        return phase(step, *self._phases)
+        return self._phases.of_step(step)
 
     @override
     def due(self, context: StepContext) -> bool:
@@ -140,7 +127,7 @@ class DASOAverager(LowBitAverager):
 
     def _begins(self, step: int) -> bool:
         """Whether B steps of the cycling phase have passed since the latest exchange began."""
-        return step - max(self.last_launch, self._phases[1]) >= self.schedule.every
+        return step - max(self.last_launch, self._phases.warmup) >= self.schedule.every
 
     @override
     def before_step(self, context: StepContext) -> None:

@@ -20,7 +20,7 @@ from lightning_hetero.argument_checks import is_number, one_of
 from lightning_hetero.comm.centers.base import CenterRule
 from lightning_hetero.comm.centers.client import CenterOptions
 from lightning_hetero.comm.object_collectives import finite
-from lightning_hetero.errors import ConfigurationError, NotFiniteError
+from lightning_hetero.errors import ConfigurationError
 
 #: Gives the parts of vectors that belong to parameters, and those that belong to buffers.
 Views = Callable[[Sequence[Tensor]], tuple[list[Tensor], list[Tensor]]]
@@ -265,7 +265,7 @@ class OuterAsyncAverager(AsyncCenterAverager):
 
     @override
     def consensus(self, context: StepContext) -> list[Tensor]:
-        self._client.read(self.center_vectors)
+        self.before_save()
         values = [value.to("cpu", old.dtype) for value, old in zip(self.replica.pack(), self.reference, strict=True)]
         own, begun, now = (self.replica.views(flats)[0] for flats in (values, self.begun_from, self.last_center))
         for value, start, center in zip(own, begun, now, strict=False):  # the last ones may be excluded
@@ -301,10 +301,8 @@ class OuterAsyncAverager(AsyncCenterAverager):
         for part, start in zip(self.replica.views(moved)[1], self.replica.views(self.begun_from)[1], strict=True):
             part.add_(start)  # buffers travel as they are
         push = context.samples_per_replica[self.links.index] / sum(context.samples_per_replica)
-        healthy = finite(moved)
+        healthy = self.is_finite(moved)
         if not healthy:
-            if not self.run.skip:
-                raise NotFiniteError([self.links.index])
             push = 0.0
             for out in moved:
                 out.zero_()
@@ -319,7 +317,6 @@ class OuterAsyncAverager(AsyncCenterAverager):
             self.replica.unpack(self.begun_from)
         else:
             self.restart_from(self.begun_from)
-            self.links.traffic.skipped.append(self.links.index)
         self.last_step, self.local_steps = context.step, self._steps_to_next(speeds)
 
     def _steps_to_next(self, speeds: Tensor) -> int:

@@ -124,9 +124,8 @@ class ElasticBase(CenteredAverager):
     @property
     @override
     def uses_center(self) -> bool:
-        return (
-            self.pull.is_zero or super().uses_center
-        )  # a center that never moves: nothing is sent, for the mean neither
+        # A center that never moves: nothing is sent, for the mean neither.
+        return self.pull.is_zero or super().uses_center
 
     def strength(self) -> tuple[float, float]:
         """Alpha and beta, of the step that is to come, or has just been taken."""

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
 from typing_extensions import override
 
 from lightning_hetero.algorithms.async_center import AsyncCenterAverager
@@ -17,7 +16,6 @@ from lightning_hetero.argument_checks import one_of
 from lightning_hetero.comm.centers.base import PushPull
 from lightning_hetero.comm.centers.client import CenterOptions, Home
 from lightning_hetero.comm.compression import refuse_low_bit
-from lightning_hetero.comm.object_collectives import finite
 from lightning_hetero.errors import ConfigurationError, NotFiniteError
 
 
@@ -90,7 +88,7 @@ class PushPullAverager(AsyncCenterAverager, ElasticBase):
         self._rates.observe(seen.counts)
         self._distance = math.sqrt(seen.square) if seen.square >= 0 else math.nan
         if not self._healthy:
-            self._take_center()
+            self.restart_from([difference.neg_() for difference in self._difference])
         elif math.isfinite(seen.square):
             self.replica.add(self._difference, -self._alpha)
         else:
@@ -104,10 +102,8 @@ class PushPullAverager(AsyncCenterAverager, ElasticBase):
         for difference, value in zip(self._difference, self._snapshot, strict=True):
             difference.copy_(value)
         share = samples_per_replica[self.links.index] / sum(samples_per_replica)
-        self._healthy = finite(self._difference)
+        self._healthy = self.is_finite(self._difference)
         if not self._healthy:
-            if not self.run.skip:
-                raise NotFiniteError([self.links.index])
             share = 0.0
             for difference in self._difference:
                 difference.zero_()  # of which the exchange will make 0 - c
@@ -119,27 +115,11 @@ class PushPullAverager(AsyncCenterAverager, ElasticBase):
             self._exchange = lambda: seen
         return self._exchange
 
-    def _take_center(self) -> None:
-        for difference in self._difference:
-            difference.neg_()
-        self.restart_from(self._difference)
-        self.links.traffic.skipped.append(self.links.index)
-
-    @property
-    @override
-    def uses_center(self) -> bool:
-        return self.pull.is_zero or any(self.counts)
-
-    @override
-    def consensus(self, context: StepContext) -> list[Tensor]:
-        self.counts = self._client.read(self.last_center)
-        return super().consensus(context)
-
     @override
     def after_loss(self, former: Mapping[str, Any], step: int, context: StepContext) -> None:
-        super().after_loss(former, step, context)
         # By the replicas' own counts: the center may count an exchange whose answer was lost, and which is repeated.
         self.counts = self.links.gather_of_replicas(self.completed)
+        super().after_loss(former, step, context)
 
 
 @dataclass

@@ -135,6 +135,7 @@ def replica_state_dict(engine: "Engine", optimizers: Sequence[Optimizer], precis
     averager = engine.running
     with explain_nonfinite(engine):
         averager.before_save()
+        check_declared(averager)
         algorithm = read(averager)
     return {
         "kept": dict(averager.replica.unexchanged_buffers()),

@@ -4,14 +4,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 from typing_extensions import override
 
 from lightning_hetero.algorithms.base import Outcome, StepContext
-from lightning_hetero.algorithms.gossip import PairAverager
+from lightning_hetero.algorithms.peers import PairAverager
 from lightning_hetero.algorithms.state import Own, model_values, zeros
-from lightning_hetero.algorithms.topologies import random_matching, sends
+from lightning_hetero.algorithms.topologies import random_matching
 from lightning_hetero.argument_checks import at_least_one, is_number
 from lightning_hetero.errors import ConfigurationError
 
@@ -60,7 +59,7 @@ class NoLoCoAverager(PairAverager):
         velocity: ``delta``, of the latest outer step.
     """
 
-    traits = replace(PairAverager.traits, needs_others=False, fresh_start="its slow weights")
+    traits = replace(PairAverager.traits, one_column=False, needs_others=False, fresh_start="its slow weights")
     slow = Own[list[Tensor]](model_values)
     velocity = Own[list[Tensor]](zeros)
 
@@ -85,12 +84,6 @@ class NoLoCoAverager(PairAverager):
                 "replicas together, and beyond the bound many replicas swing past each other, further each time."
             )
 
-    @override
-    def prepare(self) -> Outcome | None:
-        outcome = super().prepare()
-        self._gradient = [torch.zeros_like(origin) for origin in self.reference]
-        return outcome
-
     @property
     @override
     def restart_values(self) -> list[Tensor]:
@@ -98,41 +91,29 @@ class NoLoCoAverager(PairAverager):
 
     @override
     def after_step(self, context: StepContext) -> Outcome | None:
-        if context.step % self.tau:
+        round_number, since = divmod(context.step, self.tau)
+        if since:
             return None
-        round_number = context.step // self.tau
-        whom = sends(random_matching, range(self.links.count), round_number, self.seed)[self.links.index]
+        gradient = [slow - x.to("cpu", slow.dtype) for slow, x in zip(self.slow, self.pack(), strict=True)]
+        whom, _ = self.partners(random_matching, round_number)
         if whom:
-            self.offer(context, whom, round_number)
-            met = self.offer_result(self._endpoint.deadline)
-            if met is None:
-                self.miss(whom[0])
-        else:
-            met = None
-            self.lay_out(self._outgoing)
-        self._step(met)
+            weight = context.samples_per_replica[self.links.index]
+            self.client.offer(self._message(gradient), weight, whom, round_number, origins=0.0)
+        met = self.client.meet()
+        self._step(gradient, met)
         return Outcome(exchanged=met is not None)
 
-    @override
-    def lay_out(self, out: Sequence[Tensor]) -> None:
-        """Write ``u`` where it is sent from, and keep ``g``.
-
-        Raises:
-            NotFiniteError: as for the base class.
-        """
-        for gradient, slow, value in zip(self._gradient, self.slow, self.pack(), strict=True):
-            torch.sub(slow, value.to("cpu", slow.dtype), out=gradient)
+    def _message(self, gradient: Sequence[Tensor]) -> list[Tensor]:
+        """``u``, without what belongs to the values that all have begun with."""
         message = [slow - origin for slow, origin in zip(self.slow, self.reference, strict=True)]
-        for rates, part, gradient in self._by_kind(message, self._gradient):
-            part.mul_(rates.pull).sub_(gradient, alpha=rates.lr)
-        for place, value in zip(out, message, strict=True):
-            place.copy_(value)
-        self.check_wire(out)
+        for rates, part, its in self._by_kind(message, gradient):
+            part.mul_(rates.pull).sub_(its, alpha=rates.lr)
+        return message
 
-    def _step(self, met: tuple[list[Tensor], float] | None) -> None:
+    def _step(self, gradient: Sequence[Tensor], met: tuple[list[Tensor], float] | None) -> None:
         """The outer step, with the difference from the partner's ``u`` if there is any."""
-        for rates, velocity, gradient in self._by_kind(self.velocity, self._gradient):
-            velocity.mul_(rates.momentum).sub_(gradient, alpha=rates.lr)
+        for rates, velocity, its in self._by_kind(self.velocity, gradient):
+            velocity.mul_(rates.momentum).sub_(its, alpha=rates.lr)
         if met is not None:
             for velocity, away in zip(self.velocity, met[0], strict=True):
                 velocity.add_(away, alpha=met[1])

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_hetero.algorithms.base import Outcome, StepContext
-from lightning_hetero.algorithms.gossip import PushAverager
+from lightning_hetero.algorithms.base import StepContext
+from lightning_hetero.algorithms.peers import PushAverager
 from lightning_hetero.algorithms.state import Own, VectorStart
-from lightning_hetero.algorithms.topologies import DIRECTED, Rule, rule_of, sends
+from lightning_hetero.algorithms.topologies import DIRECTED, Rule, rule_of
 from lightning_hetero.argument_checks import at_least_one
 from lightning_hetero.comm.gossip import ReceivedPush
 
@@ -49,13 +49,11 @@ class PushSumAverager(PushAverager):
         weight: ``w``; 0 before the first round, and where no samples were taken and nothing has come yet.
         x: ``x``, as vectors.
         alone: whether nothing came in the latest round in which something should have.
-        mail: pushes that had come and were not taken in yet when the state was last saved.
     """
 
     weight = Own[float](0.0)
     x = Own[list[Tensor]](VectorStart(lambda averager: averager.weight))
     alone = Own[bool](False)
-    mail = Own[list[tuple]](lambda averager: [])
 
     every_n_steps: int = 1
     topology: str = "one_peer_exponential"
@@ -68,17 +66,16 @@ class PushSumAverager(PushAverager):
 
     @override
     def after_step(self, context: StepContext) -> None:
-        if context.step % self.every_n_steps == 0:
-            self._learn(self.pack(), context.samples_per_replica)
-            round_number = context.step // self.every_n_steps
-            to = sends(self.rule, range(self.links.count), round_number, self.seed)
-            self._give(to[self.links.index], round_number)
-            sources = [peer for peer, targets in to.items() if self.links.index in targets]
-            with self.receiving(round_number, sources) as pushes:
-                self.alone = bool(sources) and not pushes
-                for push in pushes:
-                    self._add(push.vectors, push.weight, 1)
-            self.replica.unpack(self._unbiased())
+        round_number, since = divmod(context.step, self.every_n_steps)
+        if since:
+            return
+        self._learn(self.pack(), context.samples_per_replica)
+        targets, sources = self.partners(self.rule, round_number)
+        self._give(targets, round_number)
+        with self.client.receiving(round_number, sources) as pushes:
+            self.alone = bool(sources) and not pushes
+            self._take(pushes)
+        self.replica.unpack(self._unbiased())
 
     def _unbiased(self) -> list[Tensor]:
         """``z``."""
@@ -99,12 +96,13 @@ class PushSumAverager(PushAverager):
 
     def _give(self, to: Sequence[int], round_number: int) -> None:
         part = 0.0 if self.alone or self.weight < _LEAST else self.weight / (len(to) + 1)
-        for own, x, origin in zip(self._outgoing, self.x, self.reference, strict=True):
-            own.copy_(x / (len(to) + 1) if self.wire == "fp32" else x / (len(to) + 1) - part * origin)
-        self.check_wire(self._outgoing)
-        gone = [peer for peer in to if self.send(peer, round_number, part)]
-        for _ in gone:
-            self._add(self._outgoing, part, -1)
+        self.client.lay_out((x / (len(to) + 1) for x in self.x), part)
+        for _ in [peer for peer in to if self.client.send(peer, round_number, part)]:
+            self._add(self.client.outgoing, part, -1)
+
+    def _take(self, pushes: Sequence[ReceivedPush]) -> None:
+        for push in pushes:
+            self._add(push.vectors, push.weight, 1)
 
     def _add(self, vectors: Sequence[Tensor], weight: float, sign: int) -> None:
         if not weight:
@@ -117,48 +115,24 @@ class PushSumAverager(PushAverager):
 
     @override
     def consensus(self, context: StepContext) -> list[Tensor]:
-        self.links.gather(None)  # nothing is on its way any more
         kept = [x.clone() for x in self.x], self.weight
         self._packed = self.replica.pack(self._packed)  # as it is: who is not finite is left out below, or an error
         self._learn(self._packed, context.samples_per_replica)
-        for push in [] if self._transport is None else self._transport.waiting():
-            self._add(push.vectors, push.weight, 1)
-        weights = self.links.gather_of_replicas(self.weight)
-        mean = self.links.average(self._unbiased(), weights, self.reference).mean
+        self._take(self.client.waiting())
+        mean = self.links.average(self._unbiased(), self.links.gather_of_replicas(self.weight), self.reference).mean
         self.x, self.weight = kept
         return mean
 
     @override
-    def finish(self, context: StepContext) -> Outcome | None:
+    def finish(self, context: StepContext) -> None:
         self.replica.unpack(self.consensus(context))
         self.report()
-        return None
 
     @override
     def complete(self, context: StepContext) -> None:
-        self.links.gather(None)  # nothing is on its way any more
         self._learn(self.pack(), context.samples_per_replica)
-        with self.receiving(context.step // self.every_n_steps, ()) as pushes:
-            for push in pushes:
-                self._add(push.vectors, push.weight, 1)
+        self._take(self.client.waiting(remove=True))
         self.replica.unpack(self._unbiased())
-
-    @override
-    def absorb_arrived(self, lost: Sequence[int]) -> None:
-        # The weight that was lost with a replica is lost, but not what has come.
-        for push in [] if self._transport is None else self._transport.waiting():
-            self._add(push.vectors, push.weight, 1)
-        self.mail, self.alone = [], False
-
-    @override
-    def before_save(self) -> None:
-        self.links.gather(None)  # nothing is on its way any more
-        self.mail = [] if self._transport is None else [tuple(push) for push in self._transport.waiting()]
-
-    @override
-    def after_restore(self) -> None:
-        if self._transport is not None:
-            self._transport.put([ReceivedPush(*push) for push in self.mail])
 
     @override
     def status(self, step: int) -> dict[str, float | str]:

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 from statistics import median
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from lightning_hetero.argument_checks import at_least_one, is_number
 from lightning_hetero.errors import ConfigurationError
@@ -137,13 +137,6 @@ class RateSchedule:
         self.best, self.stalled = state["best"], state["stalled"]
 
 
-def phase(step: int, total: float, warmup: int, cooldown: int) -> Phase:
-    """The phase of optimizer step ``step`` (from 1) of ``total``."""
-    if step <= warmup:
-        return "warm-up"
-    return "cool-down" if step > total - cooldown else "cycling"
-
-
 def steps_of(name: str, length: float | int | str, total: float, per_epoch: float) -> int:
     """The length of a phase in optimizer steps.
 
@@ -169,6 +162,50 @@ def steps_of(name: str, length: float | int | str, total: float, per_epoch: floa
             return DEFAULT_STEPS[name] if length else 0
         return round(length * total)
     raise ConfigurationError(f"{name}={length!r}: give a part of the run (0.1), optimizer steps (500) or '4 epochs'.")
+
+
+class Phases(NamedTuple):
+    """The phases of a run, in optimizer steps; all zero: one cool-down.
+
+    Attributes:
+        total: length of the run; infinite if nobody knows.
+        warmup: length of the warm-up.
+        cooldown: length of the cool-down.
+    """
+
+    total: float = 0.0
+    warmup: int = 0
+    cooldown: int = 0
+
+    @classmethod
+    def of_run(cls, total: float, per_epoch: float, **asked: float | int | str) -> "Phases":
+        """The phases as options ask for them; see :func:`steps_of`.
+
+        Raises:
+            ConfigurationError: they are longer than the run.
+        """
+        lengths = {name: steps_of(name, length, total, per_epoch) for name, length in asked.items()}
+        if sum(lengths.values()) > total:
+            raise ConfigurationError(
+                f"warmup and cooldown take {lengths} of {total} optimizer steps: leave some between."
+            )
+        return cls(total, **lengths)
+
+    def of_step(self, step: int) -> Phase:
+        """The phase of an optimizer step, counted from 1."""
+        if step <= self.warmup:
+            return "warm-up"
+        return "cool-down" if step > self.total - self.cooldown else "cycling"
+
+    def assumed(self, **asked: float | int | str) -> str | None:
+        """The message about parts of a run of which nobody knows the length; ``None``: there is none."""
+        parts = [f"{name}={part}" for name, part in asked.items() if isinstance(part, float) and part]
+        if math.isfinite(self.total) or not parts:
+            return None
+        return (
+            f"{' and '.join(parts)} of the run, of which nobody knows the length: the warm-up takes {self.warmup} "
+            f"optimizer steps, the cool-down {self.cooldown}. Give steps to change that."
+        )
 
 
 FIRST_TAU = 8  # steps, before anything has been measured

@@ -19,7 +19,7 @@ from torch.distributed import Store
 
 from lightning_hetero.batching.cost import CostEvidence, CostModel, SpeedEstimator
 from lightning_hetero.batching.global_batch import GlobalBatchSizes
-from lightning_hetero.batching.passes import batches_of, even_sizes
+from lightning_hetero.batching.passes import batches_of
 from lightning_hetero.batching.plan_agreement import (
     PlanDecision,
     PlanLeader,
@@ -39,6 +39,10 @@ from lightning_hetero.comm.failures import deadline
 from lightning_hetero.comm.threads import THREADS, close_at_exit
 from lightning_hetero.errors import CommunicationError, DataError, UnsupportedError
 from lightning_hetero.replicas.optimizer_states import check_settings, settings_number
+
+#: Batches of a fit after which all ranks meet, however rarely replicas do, so that measured shares do not stay even for
+#: long. The first batch is not measured. Two tell how ranks differ, and the next one what more samples cost.
+OPENING = (3, 4, 8, 16)
 
 
 class BatchSources(Protocol):
@@ -93,6 +97,7 @@ class BatchAccounting:
         self.planner, self.timer, self.loaders = planner, timer, loaders
         self.replica, self._group, self._gathering = replica, group, gathering
         self._defers, self._owes = defers_reports, False  # a report of the step that has ended
+        self._meets = False  # whether all ranks wait for these reports
         self.cost, self.evidence = CostModel(), SpeedEstimator()  # by what samples cost, or by their number
         self.by_cost, self._by_samples = CostEvidence(), False  # whether that does not explain this rank's times
         self.step = self.met = 0  # batches done, the same on every rank; after which all have met last, to report
@@ -125,7 +130,7 @@ class BatchAccounting:
         self._warned, self._warned_too_slow = former._warned, former._warned_too_slow
         self.by_cost, self._by_samples = former.by_cost, former._by_samples
         self._durations = former._durations
-        self._owes, self.launched = former._owes, former.launched
+        self._owes, self._meets, self.launched = former._owes, former._meets, former.launched
         if repartition is not None:  # in the midst of a step, perhaps
             kept = repartition.former_ranks
             self.reports = [former.reports[rank] for rank in kept] if former.reports else []
@@ -135,7 +140,8 @@ class BatchAccounting:
                 former._fresh_pass,
             )
             if self._defers:  # replicas may be steps apart: the next reports are of a step that none has done
-                self.launched, self._owes, self._quiet = repartition.reports, False, repartition.start
+                self.launched, self._quiet = repartition.reports, repartition.start
+                self._owes = self._meets = False
             elif former.launched > repartition.reports:  # the others will send theirs, or do so now
                 self._row, self._reported_at = former._row, former._reported_at
                 self._gathering.launch(self._row)
@@ -214,13 +220,14 @@ class BatchAccounting:
         """This rank has done its work on the batch.
 
         Args:
-            report: whether the ranks exchange reports after this step; the same on all.
+            report: whether the ranks exchange reports after this step; the same on all. They also do after the first
+                ones, where shares are measured.
         """
         if self.drawn is None:
             return
         self._leave_costs()
         samples, padding, cost = max(int(self.drawn.samples), 1), not self.drawn.samples, self.drawn.cost
-        for timing in self.timer.end_step(samples, padding, cost, self.drawn.passes):
+        for timing in self.timer.end_step(samples, padding, cost, len(self.drawn.pass_sizes)):
             if not timing.compiled:
                 self._durations.append(timing.work + timing.wait - timing.exchange)
                 size = timing.samples if self._by_samples else timing.cost or timing.samples
@@ -238,7 +245,9 @@ class BatchAccounting:
         self.step += 1
         if self.agreement is not None:
             self.agreement.after_batch()
-        self._owes = report and self.step > self._quiet
+        opening = self.step in OPENING and self.planner.auto and not self.planner.frozen and self.planner.world > 1
+        self._owes = (report or opening) and self.step > self._quiet
+        self._meets = self._owes and opening
         self.send_report()
 
     def batch_seconds(self) -> float:
@@ -252,6 +261,10 @@ class BatchAccounting:
             self._row, self._reported_at = self.report(taken=self.agreement is None).row, self.step
             self._gathering.launch(self._row)
             self.launched, self._owes = self.launched + 1, False
+        if self._meets:
+            self.apply_reports(ahead=0)
+            self._meets = False
+            self.timer.restart()  # the wait is that of steps which are over
 
     def apply_reports(self, ahead: int = 1) -> None:
         """Act on the reports that are on their way, if any; on all ranks at the same step.
@@ -292,9 +305,9 @@ class BatchAccounting:
         by_cost, by_samples = (max(column, default=0.0) for column in zip(*off, strict=True)) if off else (0.0, 0.0)
         figures = f" (off by up to {by_cost:.0%} and {by_samples:.0%})" if off else ""
         rank_zero_warn(
-            "What samples are said to cost explains the times of steps worse than the numbers of samples do"
-            f"{figures}. Batches are split by samples from step {self.planner.plans[-1].start} on. Correct the costs, "
-            "set cost='padded' if each rank pads its part to its longest sample, or set cost='samples'."
+            "What samples, or whole batches, are said to cost explains the times of steps worse than the numbers of "
+            f"samples do{figures}. Batches are split by samples from step {self.planner.plans[-1].start} on. Correct "
+            "the costs, set cost='padded' if each rank pads its part to its longest sample, or set cost='samples'."
         )
 
     def _warn_of_concave_times(self) -> None:
@@ -367,10 +380,7 @@ class BatchAccounting:
 
     def pass_fractions(self) -> list[float]:
         """The part of this rank's weight that each of its passes has."""
-        drawn = self.current()
-        weights: Sequence[float] = even_sizes(int(drawn.samples), drawn.passes)
-        if self._weighing is not None:
-            weights = self._pass_weights
+        weights = self.current().pass_sizes if self._weighing is None else self._pass_weights
         return [weight / (sum(weights) or 1) for weight in weights]
 
     def report(self, taken: bool) -> Report:
@@ -599,7 +609,8 @@ class PlanAgreement:
                         leader.answered(rank, told["answer"], told["bound"])
                 decision = leader.decide(time.monotonic())
                 if decision is not None:
-                    self._dropped = decision.start is None
+                    with self._changed:
+                        self._dropped = decision.start is None
                     self._receive_decision(decision)
                     self._publish(boxes, decision)
             elif self._to_propose is not None:

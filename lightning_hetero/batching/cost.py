@@ -38,6 +38,8 @@ class CostModel:
     FAR = 4.0
     JUMP = 0.2
     LEAST_NOISE = 0.01
+    #: Seconds of a measurement that counts unless it is the first: what the second step sets up takes milliseconds.
+    LONG = 0.05
     #: Surprises, in deviations, are averaged over about three measurements; beyond this the model doubts itself.
     DOUBT = 1.3
 
@@ -82,6 +84,8 @@ class CostModel:
         if not (samples > 0 and math.isfinite(seconds) and seconds > 0):
             return
         self.count += 1
+        if self.count > 1 and seconds >= self.LONG:
+            self.count = max(self.count, self.warm_up + 1)
         self._samples = samples
         if self.count <= self.warm_up:
             return
@@ -516,8 +520,8 @@ class SpeedEstimator:
     #: A state of the noise lasts for up to so many stretches, so that these together tell no more than one would that
     #: is independent. (On a machine with busy neighbours, states last a second and more.)
     STATE = 32
-    #: A rank is never known better than this: a fraction of its time.
-    LEAST_NOISE = 0.01
+    #: A rank is never known better than this: a fraction of its time; and by a single stretch not better than that.
+    LEAST_NOISE, SINGLE = 0.01, 0.5
     #: A change of speed is larger than so many times the noise before and after it, of which few stretches tell little,
     #: and than this fraction: smaller ones are drift.
     CHANGE, LEAST_CHANGE = 2.0, 0.1
@@ -560,14 +564,14 @@ class SpeedEstimator:
         Returns:
             A cost of the given ratio ``a : k``, or a curve if the times show one.
         """
-        if len(self._times) < 2:
+        if not self._times:
             return MeasuredSpeed(cost, math.inf, math.inf)
         times, curve, bump = list(self._times), self.shape.curve(), (0.0, 0.0)
         if curve is not None:
             bump = self.shape.bump()
             cost, times = curve, [self._converted(stretch, curve) for stretch in self._stretches]
         cut = change_point(times)
-        if cut == len(times) - 1:  # a single stretch: a stall is no change
+        if len(times) > 1 and cut == len(times) - 1:  # a single stretch: a stall is no change
             cut = change_point(times[:-1])
         before, after = times[:cut], times[cut:]
         if cut:
@@ -576,7 +580,8 @@ class SpeedEstimator:
         since = list(self._stretches)[cut:]
         # What is known of the ratio now is of the present speed: what was before the change keeps its own.
         now = [self._converted(stretch, cost) for stretch in since]
-        noise = max(relative_noise(times[:cut], now) * (self.STATE / len(now)) ** 0.5, self.LEAST_NOISE)
+        least = self.LEAST_NOISE if len(times) > 1 else self.SINGLE
+        noise = max(relative_noise(times[:cut], now) * (self.STATE / len(now)) ** 0.5, least)
         scale = median(now) / cost.seconds(self._samples)
         seconds = sum(stretch.seconds for stretch in since) if cut else math.inf
         return MeasuredSpeed(cost.times(scale), noise, seconds, bump)

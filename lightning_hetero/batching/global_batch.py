@@ -54,16 +54,21 @@ class GlobalBatchSizes:
         """The global batch in training of a loader with this ``batch_size``."""
         return self._take(size, size * self._world, "samples") if self._given is None else self._given
 
-    def of_groups(self) -> int:
-        """Number of batches of the user's batch sampler that make a global one."""
-        return self._take(_GROUPS, self._world, "batches of the batch sampler")
+    def of_groups(self, given: int | None) -> int:
+        """Number of batches of the user's batch sampler that make a global one.
+
+        Args:
+            given: by the user, if so.
+        """
+        return self._take(_GROUPS, self._world, "batches of the batch sampler") if given is None else given
 
     def _take(self, key: int, usual: int, what: str) -> int:
         size = self._kept.get(key, usual)
         if size != usual and self._taken.get(key) != size:
             rank_zero_info(
                 f"A step of all ranks takes {size} {what}, as where the checkpoint was saved; with {self._world} ranks "
-                f"it would be {usual}. To choose it yourself, give the strategy global_batch_size."
+                f"it would be {usual}. To choose it yourself, give the strategy "
+                f"{'whole_batches=..., which keeps them whole' if key == _GROUPS else 'global_batch_size'}."
             )
         self._taken[key] = size
         return size

@@ -19,6 +19,21 @@ def even_sizes(samples: int, count: int) -> list[int]:
     return [samples * (i + 1) // count - samples * i // count for i in range(count)]
 
 
+class CollateWhole:
+    """Collates each of a rank's batches of the user's batch sampler by itself.
+
+    Args:
+        collate: the user's ``collate_fn``; takes what the dataset gives for a batch.
+    """
+
+    def __init__(self, collate: Callable[[Any], Any]) -> None:
+        self.collate = collate
+
+    def __call__(self, batches: list[Any]) -> Any:
+        """A batch, or the :class:`Passes` if there are several."""
+        return self.collate(batches[0]) if len(batches) == 1 else Passes(map(self.collate, batches))
+
+
 class CollateInPasses:
     """Collates a rank's samples as the user's loader does, in as many batches as it takes passes.
 

@@ -15,6 +15,7 @@ from itertools import accumulate, pairwise
 from statistics import median
 from typing import Any, Literal, NamedTuple
 
+from lightning_hetero.batching.passes import even_sizes
 from lightning_hetero.batching.shares import (
     MOST_BENDS,
     Cost,
@@ -150,9 +151,17 @@ class Plan:
         shares = _split(*task) if turn is None else rotating_shares(_exact(*task), turn)
         return [[share * (size // units) for share in shares] for size in sizes]
 
+    def held_back(self, total: int) -> bool:
+        """Whether a rank would take more of a batch if it were trusted with that."""
+        return self.split([total]) != replace(self, reach=()).split([total])
+
     def passes(self, shares: Sequence[int]) -> list[int]:
         """The passes in which each rank runs its share of a batch."""
         return [passes(share, most) for share, most in zip(shares, self.high, strict=True)]
+
+    def pass_sizes(self, shares: Sequence[int]) -> list[list[int]]:
+        """Samples of each pass of each rank."""
+        return [even_sizes(share, count) for share, count in zip(shares, self.passes(shares), strict=True)]
 
 
 Task = tuple[int, tuple[Cost | Curve | Stepwise, ...], tuple[int, ...], tuple[int, ...]]  # as `split` takes it
@@ -314,6 +323,7 @@ class Planner:
         high: most samples per rank, in one pass.
         one_pass: why no rank can run its part of a batch in several passes; empty: it can.
         limits_measured: whether these limits were found by trying training steps.
+        whole: batches of the user's sampler in a step, each of which stays whole; 0: a step's batch can be cut.
         most: the largest part of a batch that each rank has been given so far.
         least: samples that a rank can train on, where the user has not said.
         before_draw: waits until it is sure which plan is in force at a step.
@@ -323,8 +333,8 @@ class Planner:
         too_slow: the ranks without which the job would be faster, by the latest reports.
     """
 
-    #: Noise that is expected before any has been seen, as a fraction of a rank's time.
-    DOUBT = 0.25
+    #: Noise that is expected before any has been seen, as a fraction of a rank's time: three steps tell no more.
+    DOUBT = 0.3
     #: Observations over which doubt fades. Each re-split that has to be taken back doubles them.
     PATIENCE = 8
     #: Observations within which a re-split must have made steps shorter, or it is taken back.
@@ -360,7 +370,7 @@ class Planner:
         self.min_gain = min_gain
         self.total, self.infers_total, self.frozen, self.least, self.rotates, self.origin = 0, False, False, 1, False, 0
         self._may_raise, self.one_pass = low is None, ""
-        self.limits_measured = False
+        self.limits_measured, self.whole = False, 0
         self.too_slow: TooSlow | None = None
         shares = [1.0] * world if isinstance(balance, str) else fixed_shares(balance, world)
         self._low = per_rank("min_batch_size", [min(1, math.ceil(s)) for s in shares] if low is None else low, world)
@@ -376,6 +386,7 @@ class Planner:
         self._look = StepTimes()  # since the latest one
         self._looks: list[StepTimes] = []  # under the plan in force
         self._doubt, self._patience = self.DOUBT, self.PATIENCE
+        self._restored = False  # the plan in force is that of a checkpoint
         self._trial: SplitTrial | None = None
         self._before: tuple[SplitTrial | None, float, int] = (
             self._trial,
@@ -452,6 +463,18 @@ class Planner:
         """Whether a batch of so many samples is more than all ranks together take in one pass."""
         return sum(self.plans[-1].high) < samples
 
+    def cost_of_part(self, rank: int, cost: Cost | Curve) -> Cost | Curve | Stepwise:
+        """Cost of a rank's part of a full batch, however many passes it takes.
+
+        Args:
+            rank: which.
+            cost: of one pass, or of one whole batch.
+        """
+        if self.whole and self.total:
+            size = self.total / self.whole
+            return Cost(0.0, cost.seconds(size) / size)
+        return Stepwise(cost, high) if self.in_passes(self.total) and (high := self.plans[-1].high[rank]) else cost
+
     def check_room(self, samples: int) -> None:
         """See that the ranks can take a batch of so many samples.
 
@@ -513,6 +536,12 @@ class Planner:
             self.total = total
             if not any(self.most):
                 self._note(latest.split([total])[0])
+        if self.whole:
+            costs = [self.cost_of_part(rank, report.cost) for rank, report in enumerate(reports)]
+            reports = [
+                report._replace(fixed=cost.fixed, per_sample=cost.per_sample, bends=cost.bends)
+                for report, cost in zip(reports, costs, strict=True)
+            ]
         moves = self.auto and self.total and not self.frozen
         if not moves or any(math.isinf(r.error) for r in reports):
             return None
@@ -523,7 +552,8 @@ class Planner:
         self._before = self._trial, self._doubt, self._patience
         if not latest.by_samples and self._misled(reports):
             self._trial = None
-            return replace(latest, by_samples=True)
+            even = (Cost(0.0, 1.0),) * self.world  # what was measured by cost says little of samples
+            return replace(latest, costs=even, by_samples=True)
         return self._judged() or self._better(latest, reports)
 
     def _misled(self, reports: Sequence[Report]) -> bool:
@@ -537,6 +567,8 @@ class Planner:
 
     def _too_slow(self, reports: Sequence[Report]) -> TooSlow | None:
         """Ranks that make the job slower, if that was measured: at the least share, not by times for larger ones."""
+        if self.whole:  # it may have no batches
+            return None
         costs, noise = [r.cost for r in reports], [r.error for r in reports]
         high = [self.total if h else 0 for h in self.high] if self.in_passes(self.total) else self.high
         found = too_slow(self.total, stepwise(self.total, costs, self.high), self._low, high, noise)
@@ -586,14 +618,19 @@ class Planner:
         present, wanted, level = (plan.split([self.total])[0] for plan in (latest, best, even))
         paid = stepwise(self.total, costs, latest.high)
         if not self._pays(level, wanted, paid, [self.STAY * x for x in noise]):
+            if self._restored and len(self._looks) < 2:
+                return None  # one stretch of time says too little against it
             self._trial = None
             return None if present == level else even
         looks, since = list(self._looks), min(r.since for r in reports)
         while looks and sum(look.shortest for look in looks) > since:
             del looks[0]  # it began before the latest change of a rank's speed
         part = self.CORRECT if looks and present != level else 1.0  # that ranks differ is sure, and a trial follows
-        if not self._pays(present, wanted, paid, [max(self._doubt, part * x) for x in noise]):
+        rest = looks and present != level and self._trial is None and latest.held_back(self.total)
+        if not self._pays(present, wanted, paid, [0.0 if rest else max(self._doubt, part * x) for x in noise]):
             return None
+        if rest:
+            return best  # of a split that has proved itself, as far as ranks were trusted
         if looks:
             gain = makespan(present, paid) - makespan(wanted, paid)
             self._trial = SplitTrial(latest, step_seconds(looks) - gain / 2)
@@ -627,6 +664,7 @@ class Planner:
         costs = tuple(cost_of(*cost) for cost in state["costs"])
         by_samples = state.get("by_samples", False)
         self.plans = [Plan(0, costs, self._low, self.high, tuple(state["reach"]), self._need, by_samples)]
+        self._restored = True
         self.most = list(state["most"])
 
     def _note(self, shares: Sequence[int]) -> None:
@@ -746,7 +784,7 @@ def plan_for_survivors(former: Planner, kept: Sequence[int], planner: Planner) -
         ShareError: the ranks that remain cannot take a whole batch, in passes neither.
     """
     planner.least, planner.frozen, planner.one_pass = former.least, former.frozen, former.one_pass
-    planner.rotates, planner.origin = former.rotates, former.origin
+    planner.rotates, planner.origin, planner.whole = former.rotates, former.origin, former.whole
     if former.limits_measured:
         planner.limit([former.high[rank] for rank in kept])
     planner.copy_trust(former)

@@ -4,17 +4,18 @@ import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 from torch import Tensor
 from torch.utils.data import Subset
 
-from lightning_hetero.batching.deal import Floats, Machines, deal_additive, deal_padded
+from lightning_hetero.batching.deal import Floats, Ints, Machines, deal_additive, deal_padded
 from lightning_hetero.batching.planner import Plan, exact_shares
 from lightning_hetero.batching.shares import check_limits, split
 from lightning_hetero.errors import ConfigurationError, DataError
 
+T = TypeVar("T")
 #: How the costs of a part follow from those of its samples.
 Rule = Literal["additive", "padded", "samples"]
 #: A sample costs at least this part of the mean one, as something is to be done for each.
@@ -62,6 +63,11 @@ class SampleCosts:
         """Samples in the order of their costs."""
         return [batch[i] for i in np.argsort(self.of(batch), kind="stable").tolist()]
 
+    def padded_if_empty(self, own: list[int], batch: Sequence[int], count: int) -> tuple[list[int], float]:
+        """A rank's samples of a batch, or so many of the cheapest if it has none; and what they cost."""
+        own = own or (self.cheapest_first(batch) * count)[:count]
+        return own, self.together(own)
+
     def deal(self, plan: Plan, batch: Sequence[int]) -> tuple[list[int], list[int]]:
         """Deal a batch by a plan.
 
@@ -71,8 +77,54 @@ class SampleCosts:
         """
         machines = machines_of(plan, len(batch))
         owner = (deal_padded if self.padded else deal_additive)(self.of(batch), machines)
-        counts = np.bincount(owner, minlength=len(machines.fixed))
-        return [batch[i] for i in np.argsort(owner, kind="stable").tolist()], counts.tolist()
+        return _by_owner(batch, owner, len(machines.fixed))
+
+
+def _by_owner(batch: Sequence[T], owner: Ints, world: int) -> tuple[list[T], list[int]]:
+    """Items in the order of the ranks that they are dealt to, and how many each rank has."""
+    counts = np.bincount(owner, minlength=world)
+    return [batch[i] for i in np.argsort(owner, kind="stable").tolist()], counts.tolist()
+
+
+@dataclass(frozen=True, eq=False)
+class BatchCosts:
+    """Costs of batches that stay whole, in that of a mean sample; and the deal of them.
+
+    Attributes:
+        samples: what samples cost; ``None``: nobody says so.
+        alike: then, the cost of each batch, as of one with so many tokens; 0: it is the number of its samples.
+    """
+
+    samples: SampleCosts | None
+    alike: float
+
+    def of(self, batch: Sequence[int]) -> float:
+        """The cost of one batch."""
+        return self.alike or float(len(batch)) if self.samples is None else self.samples.together(batch)
+
+    def padded_if_empty(self, own: list[Any], batch: Sequence[Any], count: int) -> tuple[list[Any], float]:
+        """A rank's batches of a step, or so many samples of the smallest one if it has none; and what they cost."""
+        if own:
+            return own, sum(map(self.of, own))
+        padding = (min(batch, key=len) * count)[:count]
+        if self.samples is None:
+            mean = sum(map(len, batch)) / len(batch)
+            return [padding], (self.alike or mean) * count / mean
+        return [padding], self.samples.together(padding)
+
+    def deal(self, plan: Plan, batches: Sequence[list[int]]) -> tuple[list[list[int]], list[int]]:
+        """Deal the batches of a step by a plan: a rank may have several, or none.
+
+        A rank that takes ``t`` seconds for a batch of the mean cost takes time in proportion for others.
+
+        Returns:
+            The batches of the first rank, those of the second, and so on; and how many each rank has.
+        """
+        costs = [float(len(batch)) if plan.by_samples else self.of(batch) for batch in batches]
+        mean, world = sum(costs) / len(costs), len(plan.costs)
+        high = [len(batches) if most else 0 for most in plan.high]
+        machines = Machines.of([0.0] * world, [cost.seconds(mean) for cost in plan.costs], None, high)
+        return _by_owner(batches, deal_additive(costs, machines), world)
 
 
 @lru_cache(maxsize=256)

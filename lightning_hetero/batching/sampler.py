@@ -14,8 +14,9 @@ import torch
 from torch.utils.data import BatchSampler, Dataset, DistributedSampler, RandomSampler, SequentialSampler
 from typing_extensions import override
 
+from lightning_hetero.batching.passes import in_passes
 from lightning_hetero.batching.planner import Plan
-from lightning_hetero.batching.sample_costs import SampleCosts
+from lightning_hetero.batching.sample_costs import BatchCosts, SampleCosts
 from lightning_hetero.batching.shares import check_limits
 from lightning_hetero.errors import DataError
 
@@ -67,6 +68,15 @@ class WholeBatches(Dataset):
         return getattr(self.dataset, name)
 
 
+class ListsOfBatches(WholeBatches):
+    """A dataset that is asked for several batches at once, each of which stays by itself."""
+
+    @override
+    def __getitems__(self, indices: list[Any]) -> Any:
+        fetch = getattr(self.dataset, "__getitems__", None) or (lambda batch: [self.dataset[i] for i in batch])
+        return [fetch(batch) for batch in indices]
+
+
 def is_sharded(loader: Any) -> bool:
     """Whether one of a loader's samplers says that it yields this rank's part of the data."""
     batches = getattr(loader, "batch_sampler", None)
@@ -79,14 +89,15 @@ class GlobalBatches(Protocol):
     """The global batches of one epoch."""
 
     sampler: Any  # has `set_epoch`, if the order depends on the epoch
+    whole: bool  # whether a global batch is a list of batches, each of which stays whole
 
     def __len__(self) -> int: ...
 
     def size(self, index: int) -> int | None:
         """Samples in batch ``index``; ``None`` if that is known only when it is drawn."""
 
-    def draw(self, first: int) -> Iterator[list[int]]:
-        """Yield the batches from index ``first`` on, as lists of dataset indices."""
+    def draw(self, first: int) -> Iterator[list[Any]]:
+        """Yield the batches from index ``first`` on: lists of dataset indices, or of batches that stay whole."""
 
 
 class FixedBatches:
@@ -97,6 +108,8 @@ class FixedBatches:
         batch_size: samples in a global batch.
         drop_last: leave out the last batch if it is short.
     """
+
+    whole = False
 
     def __init__(self, sampler: Any, batch_size: int, drop_last: bool) -> None:
         self.sampler, self.batch_size, self.drop_last = sampler, batch_size, drop_last
@@ -158,11 +171,12 @@ class GroupedBatches:
     Args:
         batch_sampler: yields lists of dataset indices, the same on every rank, and has a length.
         world: number of its batches that make a global batch.
+        whole: whether they stay whole; a global batch is a list of them then.
     """
 
-    def __init__(self, batch_sampler: Any, world: int) -> None:
+    def __init__(self, batch_sampler: Any, world: int, whole: bool = False) -> None:
         self.sampler = batch_sampler
-        self.world = world
+        self.world, self.whole = world, whole
 
     def __len__(self) -> int:
         return -(-len(self.sampler) // self.world)
@@ -170,27 +184,37 @@ class GroupedBatches:
     def size(self, index: int) -> None:
         """Not known before the batch is drawn."""
 
-    def draw(self, first: int) -> Iterator[list[int]]:
+    def draw(self, first: int) -> Iterator[list[Any]]:
         """Yield the batches from index ``first`` on."""
         batches = iter(self.sampler)
         for index in range(len(self)):
-            batch = [i for part in islice(batches, self.world) for i in part]
-            if index >= first and batch:
-                yield batch
+            parts = [list(part) for part in islice(batches, self.world) if len(part)]
+            if index >= first and parts:
+                yield parts if self.whole else [i for part in parts for i in part]
 
 
 class EvaluatedGroups(GroupedBatches):
     """Grouped batches of which none has fewer samples than there are ranks, so that all ranks run the same number.
 
-    Where one would, all samples are cut again, into as many batches of equal size as can be.
+    Where one would, all samples are cut again, into as many batches of equal size as can be. If batches stay whole,
+    each rank has one of each group. For that, the largest ones are halved until there are enough.
 
     Raises:
         DataError: when they are drawn, if all of them together have fewer samples than there are ranks.
     """
 
     @override
-    def draw(self, first: int) -> Iterator[list[int]]:
+    def draw(self, first: int) -> Iterator[list[Any]]:
         batches = list(super().draw(0))
+        if self.whole:
+            parts = [part for group in batches for part in group]
+            while len(parts) % self.world and len(largest := max(parts, key=len)) > 1:
+                at = parts.index(largest)
+                parts[at : at + 1] = in_passes(largest, 2)
+            if not len(parts) % self.world:
+                yield from [parts[i : i + self.world] for i in range(0, len(parts), self.world)][first:]
+                return
+            batches = parts  # of one sample each
         if any(len(batch) < self.world for batch in batches):
             samples = [i for batch in batches for i in batch]
             if len(samples) < self.world:
@@ -201,7 +225,7 @@ class EvaluatedGroups(GroupedBatches):
             count = min(len(batches), len(samples) // self.world)
             edges = [len(samples) * i // count for i in range(count + 1)]
             batches = [samples[begin:end] for begin, end in pairwise(edges)]
-        yield from batches[first:]
+        yield from [in_passes(batch, self.world) if self.whole else batch for batch in batches[first:]]
 
 
 class AgreedOrder:
@@ -287,22 +311,28 @@ class Drawn(NamedTuple):
         total: samples of all ranks of its replica.
         parts: of each rank of its replica, its samples; empty if only the total is known.
         cost: of the samples that this rank processes, where a mean one costs 1; 0: nobody has said what they cost.
-        passes: in which this rank runs its samples.
-        in_passes: whether some rank of the job needs more than one.
+        sizes: samples of each pass in which this rank runs them; empty: one pass.
+        in_passes: whether some rank of the job needs several.
     """
 
     samples: float
     total: float
     parts: Mapping[int, float] = {}
     cost: float = 0.0
-    passes: int = 1
+    sizes: tuple[int, ...] = ()
     in_passes: bool = False
 
     @classmethod
-    def of(cls, shares: Sequence[int], rank: int, replica: Sequence[int], passes: Sequence[int]) -> "Drawn":
-        """The draw of a rank of a replica, by the shares and passes of all ranks."""
-        parts = {other: shares[other] for other in replica}
-        return cls(shares[rank], sum(parts.values()), parts, 0.0, passes[rank], max(passes) > 1)
+    def of(cls, sizes: Sequence[Sequence[int]], rank: int, replica: Sequence[int]) -> "Drawn":
+        """The draw of a rank of a replica, by the samples of each pass of all ranks."""
+        parts, own = {other: sum(sizes[other]) for other in replica}, tuple(sizes[rank])
+        several = max(map(len, sizes)) > 1
+        return cls(sum(own), sum(parts.values()), parts, 0.0, own if len(own) > 1 else (), several)
+
+    @property
+    def pass_sizes(self) -> Sequence[float]:
+        """Samples of each pass, if there is one only, too."""
+        return self.sizes or (self.samples,)
 
     def for_survivors(self, kept: Sequence[int], replica: Sequence[int]) -> "Drawn":
         """The draw as it counts once only some ranks are left, and perhaps other ranks make a replica.
@@ -350,11 +380,11 @@ class RankSlot(NamedTuple):
     kept: tuple[int, ...] | None = None
     now: tuple[int, ...] = ()
 
-    def draw(self, sampler: "ShareSampler", batch: list[int], in_epoch: int) -> tuple[Drawn, list[int]]:
+    def draw(self, sampler: "ShareSampler", batch: list[Any], in_epoch: int) -> tuple[Drawn, list[Any]]:
         """This rank's part of a global batch."""
-        batch, shares, passes = self.cut(sampler, sampler.next_step, in_epoch, batch)
+        batch, shares, sizes = self.cut(sampler, sampler.next_step, in_epoch, batch)
         own = batch_slice(batch, shares, self.rank)
-        return self.counted(Drawn.of(shares, self.rank, self.replica, passes)), own
+        return self.counted(Drawn.of(sizes, self.rank, self.replica)), own
 
     def counted(self, drawn: Drawn) -> Drawn:
         """A draw by the numbers when batches are cut, as it counts among the ranks that remain."""
@@ -434,9 +464,9 @@ class ShareSampler(SharedBatches):
         rank: this rank.
         replica: the ranks that average gradients with this one, itself among them.
         position: where training stands; asked whenever an epoch begins.
-        cut: for (sampler, step, index of the batch in the epoch, batch): its samples in the order of the ranks that
-            take them, how many each takes, and in how many passes.
-        costs: of the samples; ``None``: nobody says what they cost.
+        cut: for (sampler, step, index of the batch in the epoch, batch): its samples, or whole batches, in the order of
+            the ranks that take them, how many of them each takes, and the samples of each of its passes.
+        costs: of the samples, or of whole batches; ``None``: nobody says what they cost.
     """
 
     def __init__(
@@ -445,8 +475,8 @@ class ShareSampler(SharedBatches):
         rank: int,
         replica: Sequence[int],
         position: Callable[[], Position],
-        cut: Callable[["ShareSampler", int, int, list[int]], tuple[list[int], Sequence[int], Sequence[int]]],
-        costs: SampleCosts | None = None,
+        cut: Callable[["ShareSampler", int, int, list[Any]], tuple[list[Any], Sequence[int], Sequence[Sequence[int]]]],
+        costs: SampleCosts | BatchCosts | None = None,
     ) -> None:
         super().__init__(RankSlot(rank, tuple(replica), cut), position)
         self.batches, self.sampler = batches, batches.sampler  # Lightning looks for `set_epoch` there
@@ -457,7 +487,7 @@ class ShareSampler(SharedBatches):
     def __len__(self) -> int:
         return len(self.batches)
 
-    def __iter__(self) -> Iterator[list[int]]:
+    def __iter__(self) -> Iterator[list[Any]]:
         # All happens at the first draw: a DataLoader with workers makes two iterators and uses the second.
         position = self._position()
         begun = self.begun
@@ -475,8 +505,8 @@ class ShareSampler(SharedBatches):
             drawn, own = self._slot().draw(self, batch, self.next_step - origin)
             self.next_step, self._left = self.next_step + 1, self._left - 1
             if self.costs is not None:
-                own = own or (self.costs.cheapest_first(batch) * self.padding)[: self.padding]
-                drawn = drawn._replace(cost=self.costs.together(own))
+                own, cost = self.costs.padded_if_empty(own, batch, self.padding)
+                drawn = drawn._replace(cost=cost)
             self.drawn.append(drawn)
             yield own or (batch * self.padding)[: self.padding]
 
@@ -523,7 +553,9 @@ class EvaluationSampler:
         for batch in self.batches.draw(0):
             if not begin and isinstance(self.batches, FixedBatches):
                 in_turn = len(set(self._shares(world, plan, -(-len(batch) // world) * world))) == 1
-            if in_turn:
+            if self.batches.whole:
+                own = batch[rank]
+            elif in_turn:
                 own = batch[(rank - begin) % world :: world]
             else:
                 own = batch_slice(batch, self._shares(world, plan, len(batch)), rank)

@@ -613,10 +613,10 @@ class StreamReader(Dataset):
             costs = self._costs.of(batch, request.first)
             order, shares = costs.deal(request.plan, everyone)
         own = batch_slice(order, shares, request.rank)
-        drawn = Drawn.of(shares, request.rank, request.replica, request.plan.passes(shares))
+        drawn = Drawn.of(request.plan.pass_sizes(shares), request.rank, request.replica)
         if costs is not None:
-            own = own or (costs.cheapest_first(everyone) * self._padding)[: self._padding]
-            drawn = drawn._replace(cost=costs.together(own))
+            own, cost = costs.padded_if_empty(own, everyone, self._padding)
+            drawn = drawn._replace(cost=cost)
         return [batch[i] for i in own or (everyone * self._padding)[: self._padding]], drawn
 
     def _seek(self, epoch: int, first: int) -> None:
@@ -636,8 +636,8 @@ class StreamReader(Dataset):
 def collate_part(collate: Callable[[list[Any]], Any], read: tuple[list[Any], Drawn]) -> BatchPart:
     """Collate a rank's samples as the user's loader does."""
     samples, drawn = read
-    if drawn.passes > 1:
-        return BatchPart(Passes(collate(part) for part in in_passes(samples, drawn.passes)), drawn)
+    if drawn.sizes:
+        return BatchPart(Passes(collate(part) for part in in_passes(samples, len(drawn.sizes))), drawn)
     return BatchPart(collate(samples) if samples else None, drawn)
 
 

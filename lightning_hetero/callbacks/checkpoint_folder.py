@@ -14,10 +14,9 @@ from fsspec.implementations.local import LocalFileSystem
 from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from lightning_hetero.checkpoint import shards
-from lightning_hetero.checkpoint.format import explain_unreadable
+from lightning_hetero.checkpoint import directory, shards
+from lightning_hetero.checkpoint.format import explain_unreadable, save_name, shard_names
 from lightning_hetero.checkpoint.writer import AtomicCheckpointIO
-from lightning_hetero.checkpoint_sections import section
 from lightning_hetero.comm.agreement import gather
 from lightning_hetero.errors import CheckpointError
 
@@ -33,14 +32,14 @@ class FoundCheckpoint(NamedTuple):
     Attributes:
         problem: why it is not whole, in words.
         summary: tells whether ranks see the same one.
-        wanted: ids of the replicas that have shards.
-        found: ids of those that this rank can read.
+        wanted: names of the shards of replicas that it needs.
+        found: names of those that this rank can read.
     """
 
     problem: str | None
     summary: tuple[Any, ...] = ()
-    wanted: tuple[int, ...] = ()
-    found: tuple[int, ...] = ()
+    wanted: tuple[str, ...] = ()
+    found: tuple[str, ...] = ()
 
 
 def checkpoint_path(folder: str, step: int, moment: Literal["", "-stopped", "-complete"] = "") -> str:
@@ -100,6 +99,9 @@ def remove_partial(folder: str, paths: Sequence[str]) -> None:
     """
     names = {os.path.basename(path) for path in paths}
     halves = _matching(Path(folder), "saving-*.tmp")
+    for beside in (directory.half_of, directory.former_of):
+        for half in _matching(Path(folder), beside("step=*.ckpt").name):
+            shutil.rmtree(half, ignore_errors=True)
     for shard_folder in _matching(Path(folder), "step=*.ckpt.shards"):
         if shard_folder.stem in names:
             halves += _matching(shard_folder, "saving-*.tmp")
@@ -117,6 +119,8 @@ def _matching(folder: Path, pattern: str) -> list[Path]:
 
 
 def _inspect(io: Any, path: str) -> FoundCheckpoint:
+    if directory.is_directory(path) and (name := directory.lacking(path)) is not None:
+        return FoundCheckpoint(f"{name} in it is missing, or was cut off while it was written or copied.")
     try:
         checkpoint = _read(io, path)
     except FileNotFoundError:
@@ -125,10 +129,8 @@ def _inspect(io: Any, path: str) -> FoundCheckpoint:
         return FoundCheckpoint(
             f"it was cut off while it was written or copied, or is something else ({error.__cause__})."
         )
-    saved: dict[str, Any] = section(checkpoint, "replicas") or {}
-    save, ids = saved.get("save"), saved.get("ids", ())
-    wanted = tuple(ids) if save is not None else ()
-    found = tuple(id for id in wanted if _readable(io, shards.shard_path(path, id, str(save))))
+    save, wanted = save_name(checkpoint), shard_names(checkpoint)
+    found = tuple(name for name in wanted if _readable(io, shards.shard_path(path, name, str(save))))
     return FoundCheckpoint(None, (checkpoint.get("global_step"), save), wanted, found)
 
 
@@ -143,6 +145,8 @@ def _readable(io: Any, path: str) -> bool:
 def _read(io: Any, path: str) -> dict[str, Any]:
     """A checkpoint. What this package writes to a local disk is not read as a whole, but its end is looked for."""
     with explain_unreadable(path):
+        if directory.is_directory(path):
+            return directory.read(path, weights_only=False)
         if type(io) is AtomicCheckpointIO and isinstance(url_to_fs(path)[0], LocalFileSystem):
             if not os.path.getsize(path):
                 raise EOFError("it is empty")
@@ -228,5 +232,6 @@ class RetentionPolicy:
         for path in older:
             if path not in there:
                 strategy._shards.unfinished(strategy.checkpoint_io, path)
+                shutil.rmtree(directory.half_of(path), ignore_errors=True)
             elif path not in kept:
                 strategy.remove_checkpoint(path)

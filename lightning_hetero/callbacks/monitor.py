@@ -11,6 +11,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
+from lightning_hetero.callbacks.export import PrometheusEndpoint, add_dashboard
 from lightning_hetero.callbacks.monitor_data import (
     DealtByCost,
     ExchangeRecord,
@@ -22,7 +23,7 @@ from lightning_hetero.callbacks.monitor_data import (
     thin,
 )
 from lightning_hetero.callbacks.report import Summary, facts, notebook_html, report_folder, write
-from lightning_hetero.comm.agreement import gather
+from lightning_hetero.comm.agreement import gather, raise_on_all
 from lightning_hetero.comm.all_reduce import Traffic
 from lightning_hetero.errors import ConfigurationError, MembershipLostError, UnsupportedError
 from lightning_hetero.lightning_compat import logged_step
@@ -60,9 +61,12 @@ class HeteroMonitor(Callback):
     Args:
         report: folder for the report, relative to the logger's folder of this run, or without a logger to
             ``Trainer(default_root_dir)``; an earlier fit's is replaced. None, and ``fast_dev_run``, write nothing.
+        prometheus_port: port at which rank 0 offers the latest numbers of a fit to Prometheus, at its address in the
+            job's network; needs the extra ``prometheus``. If rank 0 is lost, its successor does. None: nobody does.
 
     Raises:
-        ConfigurationError: ``report`` is no folder.
+        ConfigurationError: ``report`` is no folder, or ``prometheus_port`` no port. When a fit begins, on every rank:
+            ``prometheus_client`` is not installed, or the port is taken.
 
     Attributes:
         history: all that ranks have told each other, on every rank; older records are thinned out, so that there
@@ -81,15 +85,18 @@ class HeteroMonitor(Callback):
         trainer = Trainer(strategy="hetero_ddp", accelerator="cpu", devices=2, callbacks=[HeteroMonitor()])
     """
 
-    def __init__(self, report: str | Path | None = "hetero_report") -> None:
+    def __init__(self, report: str | Path | None = "hetero_report", prometheus_port: int | None = None) -> None:
         if not (report is None or isinstance(report, str | Path)):
             raise ConfigurationError(f"report={report!r}: give a folder, or None for no report.")
+        if not (prometheus_port is None or (type(prometheus_port) is int and 0 < prometheus_port < 2**16)):
+            raise ConfigurationError(f"prometheus_port={prometheus_port!r}: give a port from 1 to 65535, or None.")
         self.history: list[Record] = []
         self.exchanges: list[ExchangeRecord] = []
         self.losses: list[MembershipChange] = []
         self.pairings: list[list[int]] | None = None
         self.summary: Summary | None = None
-        self.report = report
+        self.report, self.prometheus_port = report, prometheus_port
+        self._endpoint: PrometheusEndpoint | None = None  # of the running fit, on rank 0
         self._watch: _Watch | None = None  # of the running fit, if it is to be reported
         self._attendance: MembershipHistory | None = None  # in the running fit
         self._seen: list[Any] = []
@@ -119,6 +126,7 @@ class HeteroMonitor(Callback):
         """Set all ranks' clocks to 0, as near to each other as one meeting allows."""
         strategy = trainer.strategy
         assert isinstance(strategy, HeteroStrategy)
+        self._export(trainer, strategy)
         folder = trainer.log_dir or trainer.default_root_dir  # collective
         wanted = self.report if not trainer.fast_dev_run else None  # type: ignore[attr-defined]
         losses, ticket, told = strategy.recovery.losses, strategy.ticket, None
@@ -133,6 +141,31 @@ class HeteroMonitor(Callback):
                 report_folder(report, folder), StepHistory(start, strategy.accounting.step), self._attendance
             )
             strategy.accounting.watchers.append(self._watch.steps.add)
+
+    def _export(self, trainer: "pl.Trainer", strategy: HeteroStrategy) -> None:
+        """Lay out TensorBoard's charts, and open the endpoint for Prometheus (collective)."""
+        raise_on_all(self._open_endpoint(trainer, strategy), "HeteroMonitor's endpoint for Prometheus")
+        for logger in trainer.loggers:
+            add_dashboard(logger)
+
+    def _open_endpoint(self, trainer: "pl.Trainer", strategy: HeteroStrategy) -> ConfigurationError | None:
+        """Open the endpoint if this is rank 0 and one is wanted; the reason, if it cannot be opened."""
+        if self.prometheus_port is not None and trainer.is_global_zero and self._endpoint is None:
+            try:
+                self._endpoint = PrometheusEndpoint(strategy.interface, self.prometheus_port)
+            except ConfigurationError as error:
+                return error
+        return None
+
+    def _close_endpoint(self) -> None:
+        if self._endpoint is not None:
+            self._endpoint.close()
+            self._endpoint = None
+
+    @override
+    def teardown(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
+        """Stop listening."""
+        self._close_endpoint()
 
     @override
     def on_train_batch_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", *_: Any) -> None:
@@ -163,6 +196,7 @@ class HeteroMonitor(Callback):
     @override
     def on_exception(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", exception: BaseException) -> None:
         """Write what this rank has seen, if it is rank 0 and was not left out; the others may be gone."""
+        self._close_endpoint()
         strategy = trainer.strategy
         if (watch := self._watch) is not None and isinstance(strategy, HeteroStrategy):
             view = self._stop_watching(strategy, watch)
@@ -192,9 +226,8 @@ class HeteroMonitor(Callback):
         members, losses = strategy.job.view, watch.attendance.since(strategy.recovery.losses)
         found = steps.stretches, steps.beginning, steps.end, steps.background, list(self.exchanges)
         accounting = strategy.accounting
-        return RankRecord(
-            members.ids[members.rank], *found, accounting.fitted, tuple(losses), DealtByCost.of(accounting)
-        )
+        cost = accounting.fitted and accounting.planner.cost_of_part(members.rank, accounting.fitted)
+        return RankRecord(members.ids[members.rank], *found, cost, tuple(losses), DealtByCost.of(accounting))
 
     def _write(
         self,
@@ -226,7 +259,7 @@ class HeteroMonitor(Callback):
             averager, pairings = strategy.averager, strategy.pairings
         chosen = {"balance": options.balance, "global_batch_size": options.global_batch_size}
         chosen |= {"rebalance_every_n_steps": options.rebalance_every_n_steps, **strategy.algorithm_options()}
-        slow, ids = strategy.accounting.planner.too_slow, strategy.job.view.ids if strategy.joined else ()
+        slow, ids = strategy.accounting.planner.too_slow, _sharing(strategy) if strategy.joined else ()
         changes = attendance.changes(strategy.recovery.losses, views)
         return FitRecord(
             views,
@@ -243,9 +276,11 @@ class HeteroMonitor(Callback):
 
     def _see_losses(self, trainer: "pl.Trainer", strategy: HeteroStrategy) -> None:
         for loss in strategy.recovery.losses[len(self.losses) :]:
+            if problem := self._open_endpoint(trainer, strategy):  # rank 0 was lost, and this is its successor
+                rank_zero_warn(str(problem))
             self.losses.append(loss)
             numbers = {"view": loss.view, "ranks": loss.ranks, "replicas": loss.replicas}
-            self._log(trainer, {**numbers, "stall_s": loss.seconds, "lost_samples": loss.samples})
+            self._log(trainer, {**numbers, "stall_s": loss.seconds, "lost_samples": loss.samples}, due=True)
             _show(trainer, {"lost ranks": " ".join(str(rank) for loss in self.losses for rank in loss.lost)})
 
     def _see_exchanges(self, trainer: "pl.Trainer", strategy: ReplicaStrategy) -> None:
@@ -262,11 +297,11 @@ class HeteroMonitor(Callback):
             self._watch.steps.hidden(now - sum(spent), now - spent[1])  # its wait, if any, came last
         pace = (traffic.exchanges - before.exchanges) / (now - self._at)
         self._before, self._at = replace(traffic), now
-        if self._due(trainer, "exchanges"):
-            names = "exchanges", "bytes_sent", "hidden_s", "exposed_s", "consensus_distance"
-            numbers = {name: value for name, value in status.items() if not isinstance(value, str)}
-            known = {**dict(zip(names, costs, strict=True)), "exchanges_per_s": pace, **numbers}
-            self._log(trainer, {name: value for name, value in known.items() if math.isfinite(value)})
+        names = "exchanges", "bytes_sent", "hidden_s", "exposed_s", "consensus_distance"
+        numbers = {name: value for name, value in status.items() if not isinstance(value, str)}
+        known = {**dict(zip(names, costs, strict=True)), "exchanges_per_s": pace, **numbers}
+        finite = {name: value for name, value in known.items() if math.isfinite(value)}
+        self._log(trainer, finite, self._due(trainer, "exchanges"))
         short = {name: value for name, value in status.items() if "/" not in name}  # not of each replica
         shown = {name: f"{value:.3g}" if isinstance(value, float) else str(value) for name, value in short.items()}
         shown["hidden"] = f"{max(spent[0], 0.0) / sum(spent):.0%}" if sum(spent) > 0 else ""
@@ -285,15 +320,17 @@ class HeteroMonitor(Callback):
         samples, compute, wait = zip(*((r.samples, r.compute, r.wait) for r in accounting.reports), strict=True)
         planned = accounting.planner.total > 0  # but not for streams: no plan sizes their batches
         shares = tuple(accounting.planner.shares(accounting.step - 1) if planned else map(round, samples))
-        record = Record(accounting.step, shares, samples, compute, wait, strategy.job.view.ids)
+        record = Record(accounting.step, shares, samples, compute, wait, _sharing(strategy))
         self.history.append(record)
         thin(self.history)
-        if self._due(trainer, "reports"):
-            columns = {"share": shares, "samples_per_s": record.samples_per_s, "compute_s": compute, "wait_s": wait}
-            numbers = {
-                f"{name}/rank{i}": x for name, row in columns.items() for i, x in zip(record.ranks, row, strict=False)
-            }
-            self._log(trainer, {**numbers, "samples_per_s": record.throughput, "waiting": record.waiting})
+        columns = {"share": shares, "samples_per_s": record.samples_per_s, "compute_s": compute, "wait_s": wait}
+        numbers = {
+            f"{name}/rank{i}": x for name, row in columns.items() for i, x in zip(record.ranks, row, strict=False)
+        }
+        numbers |= {"samples_per_s": record.throughput, "waiting": record.waiting}
+        view = strategy.job.view
+        numbers |= {"ranks": view.world, "replicas": view.count}
+        self._log(trainer, numbers, self._due(trainer, "reports"))
         shown = {"samples/s": f"{record.throughput:.0f}", "waiting": f"{record.waiting:.0%}"}
         _show(trainer, {**shown, "shares": " ".join(map(str, shares))})
 
@@ -305,11 +342,17 @@ class HeteroMonitor(Callback):
         self._log_from[what] = step + every
         return True
 
-    @staticmethod
-    def _log(trainer: "pl.Trainer", metrics: Mapping[str, float]) -> None:
-        for logger in trainer.loggers:
+    def _log(self, trainer: "pl.Trainer", metrics: Mapping[str, float], due: bool) -> None:
+        if self._endpoint is not None:
+            self._endpoint.update(metrics)
+        for logger in trainer.loggers if due else ():
             named = {f"hetero/{name}": float(value) for name, value in metrics.items()}
             logger.log_metrics(named, step=logged_step(trainer))
+
+
+def _sharing(strategy: HeteroStrategy) -> tuple[int, ...]:
+    """The numbers of the ranks that share out samples, which they had at first."""
+    return strategy.job.view.data_parallel(strategy.options.tensor_parallel).ids
 
 
 def _show(trainer: "pl.Trainer", texts: dict[str, str]) -> None:

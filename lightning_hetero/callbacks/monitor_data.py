@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from lightning_hetero.batching.accounting import BatchAccounting
-from lightning_hetero.batching.shares import Cost, Curve, TooSlow
+from lightning_hetero.batching.shares import Cost, Curve, Stepwise, TooSlow
 from lightning_hetero.batching.timer import StepTiming
 from lightning_hetero.comm.view import View as Members
 from lightning_hetero.strategies.recovery_policy import MembershipChange
@@ -225,7 +225,7 @@ class RankRecord(NamedTuple):
         end: its latest steps, one by one.
         background: when exchanges were under way while it trained, as (began, ended) in seconds since the start.
         exchanges: between replicas, as it has seen them.
-        cost: its fitted seconds per step and per sample at the end; None if there were too few steps for a fit.
+        cost: its fitted seconds per step, or per pass, and per sample at the end; None if there were too few steps.
         losses: of other ranks, as it has seen them; times in seconds since the start.
         by_cost: how well costs of samples explain its times, where they are known.
     """
@@ -236,7 +236,7 @@ class RankRecord(NamedTuple):
     end: list[StepSpan]
     background: list[tuple[float, float]]
     exchanges: list[ExchangeRecord]
-    cost: Cost | Curve | None = None
+    cost: Cost | Curve | Stepwise | None = None
     losses: tuple[MembershipChange, ...] = ()
     by_cost: DealtByCost | None = None
 

@@ -28,6 +28,7 @@ from lightning_hetero.callbacks.monitor_data import (
 from lightning_hetero.callbacks.verdict import Verdict, settled, totals, verdict_of
 from lightning_hetero.comm.topology import group_of
 
+_COST = ("fixed", "per_sample", "bends", "limit")  # the last: most samples of a pass, where there are several
 #: What pictures may be called.
 PICTURES = ("timeline", "parts", "shares")
 
@@ -101,7 +102,7 @@ def figures(fit: FitRecord, verdict: Verdict) -> dict[str, Any]:
     views = [
         {
             **view._asdict(),
-            "cost": view.cost and {**view.cost._asdict(), "bends": view.cost.bends},
+            "cost": view.cost and {name: getattr(view.cost, name, None) for name in _COST},
             "settled": merge_spans(part),
             "samples_per_s": own.speed,
             "pace": own.pace,

@@ -24,7 +24,6 @@ from lightning_hetero.checkpoint.writer import BackgroundWriter
 from lightning_hetero.comm.job import Job
 from lightning_hetero.errors import ConfigurationError, UnsupportedError
 from lightning_hetero.lightning_compat import accumulates, resume_by
-from lightning_hetero.replicas.sharding import is_sharded
 from lightning_hetero.strategies.base import HeteroStrategy
 from lightning_hetero.strategies.replica import ReplicaStrategy
 from lightning_hetero.strategies.saving import Resumable
@@ -157,12 +156,6 @@ class ResumableCheckpoint(Resumable):
 
     @override
     def on_fit_start(self, trainer: "pl.Trainer", pl_module: Any) -> None:
-        if is_sharded(pl_module):
-            raise UnsupportedError(
-                "ResumableCheckpoint with a sharded model: it cannot write shards in the background yet, nor see "
-                "whether all of them are there. Use Lightning's ModelCheckpoint(every_n_train_steps=...), and give the "
-                "newest checkpoint as ckpt_path."
-            )
         if self._ended["complete"] and self._ended["stopped"]:
             trainer.should_stop = True  # as it was told to at the end of that fit
 

@@ -7,7 +7,7 @@ number of ranks, and all else in ``meta.pt``. Lightning's ``ModelParallelStrateg
 import os
 import shutil
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
@@ -28,19 +28,21 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.optim import Optimizer
 
+from lightning_hetero.checkpoint.format import explain_unreadable
+from lightning_hetero.checkpoint.writer import atomic_write
 from lightning_hetero.comm.agreement import gather
-from lightning_hetero.comm.object_collectives import portable
+from lightning_hetero.comm.object_collectives import pack_value, portable, unpack_value
 from lightning_hetero.errors import CheckpointError
 from lightning_hetero.replicas.sharding import in_shards, is_dtensor
 
-META = "meta.pt"  # as Lightning calls it
+META, INDEX = "meta.pt", ".metadata"  # as Lightning and PyTorch call them
 #: Of a checkpoint that was read from a directory, in memory: where its shards are.
 SHARDS = "lightning_hetero_directory"
 
 
 def is_directory(path: Any) -> bool:
     """Whether a path is such a checkpoint."""
-    return Path(str(path)).is_dir() and (Path(str(path)) / META).is_file()
+    return any((Path(str(path)) / name).is_file() for name in (META, INDEX))
 
 
 def optimizer_state(module: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
@@ -72,11 +74,13 @@ def _numbered(state: Mapping[str, Any]) -> dict[str, Any]:
     return {"state": {numbers[name]: values for name, values in state["state"].items()}, "param_groups": groups}
 
 
-def save(checkpoint: dict[str, Any], path: Any, group: dist.ProcessGroup | None, first: bool) -> None:
-    """Write a directory, which appears when it is whole (collective over a replica).
+class DirectoryWriter:
+    """Writes a directory, which appears when it is whole (made by the ranks of a replica together).
+
+    Each rank writes its shards, which needs nobody else and may happen in a thread, and then the first one the rest.
 
     Args:
-        checkpoint: of Lightning, the model and the optimizers' states in shards.
+        checkpoint: of Lightning, the model and the optimizers' states in shards. It stays as it is until it is written.
         path: of the directory. What is there goes.
         group: of the ranks of the replica, over gloo; ``None``: this rank is alone.
         first: whether this is the first of them.
@@ -84,44 +88,112 @@ def save(checkpoint: dict[str, Any], path: Any, group: dist.ProcessGroup | None,
     Raises:
         CheckpointError: the path is not local, or nothing can be written there.
     """
-    if not isinstance(url_to_fs(str(path))[0], LocalFileSystem):
-        raise CheckpointError(
-            f"{path} is not in a local file system, to which a sharded model is saved as a directory. Give a local "
-            "path; or save_distributed_checkpoint=False, which writes one file by the Trainer's plugin."
-        )
-    target = Path(str(path))
-    if target.is_symlink() and first:
-        target.unlink()
-    half, old = target.with_name(f"saving-{target.name}"), target.with_name(f"former-{target.name}")
-    rest = dict(checkpoint)
-    parts = {"state_dict": rest.pop("state_dict")}
-    parts |= {f"optimizer_{i}": state for i, state in enumerate(rest.pop("optimizer_states", []))}
-    problem = _made(half, old) if first else None
-    for text in [problem] if group is None else gather(problem, "whether a checkpoint's folder can be made", group):
-        if text is not None:
-            raise CheckpointError(f"{path} cannot be written: {text}")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of PyTorch's, about its own storage
-        dcp.save(parts, checkpoint_id=half, process_group=group, no_dist=group is None)
-    if first:
-        torch.save(portable(rest), half / META)
-        if target.is_dir():
-            os.replace(target, old)
-        elif target.exists():
-            target.unlink()
-        os.replace(half, target)
-        shutil.rmtree(old, ignore_errors=True)
 
+    def __init__(self, checkpoint: dict[str, Any], path: Any, group: dist.ProcessGroup | None, first: bool) -> None:
+        if not isinstance(url_to_fs(str(path))[0], LocalFileSystem):
+            raise CheckpointError(
+                f"{path} is not in a local file system, to which a sharded model is saved as a directory. Give a local "
+                "path; or save_distributed_checkpoint=False, which writes one file by the Trainer's plugin."
+            )
+        self._target, self._half, self._rest = Path(str(path)), half_of(path), dict(checkpoint)
+        parts = {"state_dict": self._rest.pop("state_dict")}
+        parts |= {f"optimizer_{i}": state for i, state in enumerate(self._rest.pop("optimizer_states", []))}
+        self._planner, self._files = dcp.DefaultSavePlanner(), dcp.FileSystemWriter(self._half)
+        _raise_on_replica(self._made if first else lambda: None, path, group)
+        self._planner.set_up_planner(parts, self._files.storage_meta(), first)
+        self._files.set_up_storage_writer(first)
+        own = self._files.prepare_local_plan(self._planner.create_local_plan())
+        plans = [own] if group is None else gather(own, "which shards there are to save", group)
+        plans, self._index = self._planner.create_global_plan(plans)  # the same on every rank
+        self._place = 0 if group is None else dist.get_group_rank(group, dist.get_rank())
+        self._plan = self._planner.finish_plan(self._files.prepare_global_plan(plans)[self._place])
+        self._written = [self._half / f".written-{number}" for number in range(len(plans))]
 
-def _made(half: Path, old: Path) -> str | None:
-    """Make the folder that is to be filled; why not, if so."""
-    try:
-        for left in (half, old):
+    @property
+    def steps(self) -> list[Callable[[], None]]:
+        """The work of this rank: the last step of the first rank comes after all of the others'."""
+        return [self.write, self.finish] if self._place == 0 else [self.write]
+
+    def _made(self) -> None:
+        """Make the folder that is to be filled."""
+        for left in (self._half, former_of(self._target)):
             shutil.rmtree(left, ignore_errors=True)
-        half.mkdir(parents=True)
-    except OSError as error:
-        return str(error)
-    return None
+        self._half.mkdir(parents=True)
+
+    def write(self) -> None:
+        """Write the shards of this rank.
+
+        Raises:
+            CheckpointError: they cannot be written.
+        """
+        with _not_saved(self._target):
+            results = self._files.write_data(self._plan, self._planner).wait()
+            self._written[self._place].write_bytes(pack_value(results))
+
+    def finish(self) -> None:
+        """Write what all ranks have in common, and give the directory its name; on the first rank, after all others.
+
+        Raises:
+            CheckpointError: it cannot be written. A checkpoint that was there before is unchanged.
+        """
+        with _not_saved(self._target):
+            self._files.finish(self._index, [unpack_value(file.read_bytes()) for file in self._written])
+            for shards in self._written:
+                shards.unlink()
+            with atomic_write(self._half / META) as file:
+                torch.save(portable(self._rest), file)
+            old = former_of(self._target)
+            if self._target.is_symlink() or self._target.is_file():
+                self._target.unlink()
+            elif self._target.exists():
+                os.replace(self._target, old)
+            os.replace(self._half, self._target)
+            shutil.rmtree(old, ignore_errors=True)
+
+
+def save(checkpoint: dict[str, Any], path: Any, group: dist.ProcessGroup | None, first: bool) -> None:
+    """Write a directory at once (collective over a replica); arguments and errors as of :class:`DirectoryWriter`."""
+    write, *finish = DirectoryWriter(checkpoint, path, group, first).steps
+    _raise_on_replica(write, path, group)
+    for step in finish:
+        step()
+
+
+def half_of(path: Any) -> Path:
+    """The name of a directory until it is whole."""
+    return Path(str(path)).with_name(f"saving-{Path(str(path)).name}")
+
+
+def former_of(path: Any) -> Path:
+    """The name of a directory that another one of the same name has just taken the place of."""
+    return Path(str(path)).with_name(f"former-{Path(str(path)).name}")
+
+
+def _raise_on_replica(step: Callable[[], None], path: Any, group: dist.ProcessGroup | None) -> None:
+    """Take a step; if one rank of the replica cannot, that is an error on all of them (collective over it)."""
+    problem: Exception | None = None
+    try:
+        step()
+    except (OSError, CheckpointError) as error:
+        problem = error
+    everyone = [] if group is None else gather(problem and str(problem), "whether a checkpoint can be written", group)
+    if isinstance(problem, CheckpointError):
+        raise problem
+    for text in [problem and str(problem), *everyone]:
+        if text is not None:
+            raise CheckpointError(text if str(path) in text else f"{path} cannot be written: {text}")
+
+
+@contextmanager
+def _not_saved(path: Path) -> Iterator[None]:
+    """Errors of writing as ours."""
+    try:
+        yield
+    except (OSError, RuntimeError) as error:  # PyTorch's of a full disk is the second
+        raise CheckpointError(
+            f"{path} could not be saved: {error}. A checkpoint that was there before is unchanged. Make room, or save "
+            "to another place."
+        ) from error
 
 
 def remove(path: Any) -> None:
@@ -158,13 +230,36 @@ def _whole(value: Any, keep: bool) -> Any:
     return value
 
 
+def lacking(path: Any) -> str | None:
+    """The name of a file with shards that a directory lacks, or that was cut off; ``None``: all are whole."""
+    folder = Path(str(path))
+    try:
+        with explain_unreadable(path):
+            index = dcp.FileSystemReader(folder).read_metadata()
+    except (FileNotFoundError, CheckpointError):
+        return INDEX
+    ends = {META: 1}
+    for place in index.storage_data.values():
+        ends[place.relative_path] = max(ends.get(place.relative_path, 0), place.offset + place.length)
+    sizes = {name: (folder / name).stat().st_size if (folder / name).is_file() else -1 for name in ends}
+    return next((name for name, end in sorted(ends.items()) if sizes[name] < end), None)
+
+
 def read(path: Any, weights_only: bool | None = None) -> dict[str, Any]:
     """Contents of a directory beside the model and the optimizers, and where it is.
 
     Args:
         path: of the directory.
         weights_only: as for ``torch.load``.
+
+    Raises:
+        CheckpointError: a file is missing.
     """
+    if (name := lacking(path)) is not None:
+        raise CheckpointError(
+            f"{path} cannot be read: it lacks a file, or one was cut off: {name}. Nothing has been trained; resume "
+            "from another checkpoint, or copy the directory again as a whole."
+        )
     rest = torch.load(Path(str(path)) / META, map_location="cpu", weights_only=weights_only)
     return {**rest, "state_dict": {}, "optimizer_states": [], SHARDS: str(path)}
 

@@ -139,8 +139,20 @@ def add_replicas(
     if view.rank == 0:
         ids = [member.id for member in view.replicas]
         names = {"strategy": who.strategy, "algorithm": who.algorithm, "save": save, "ids": ids}
-        replicas = {**names, "losses": everyone, "sharded": sharded}
+        sizes = {"sizes": [len(member.ranks) for member in view.replicas]} if sharded else {}
+        replicas = {**names, "losses": everyone, "sharded": sharded, **sizes}
         add_section(checkpoint, "replicas", replicas)
+
+
+def shard_names(checkpoint: Mapping[str, Any]) -> tuple[str, ...]:
+    """The replicas in the names of a checkpoint's shards: their ids, and where models are sharded places in them."""
+    saved = section(checkpoint, "replicas")
+    if not saved:
+        return ()
+    if not saved.get("sharded"):
+        return tuple(map(str, saved["ids"]))
+    sizes = zip(saved["ids"], saved.get("sizes", ()), strict=False)
+    return tuple(f"{id}.{place}" for id, size in sizes for place in range(size))
 
 
 def save_name(checkpoint: Mapping[str, Any]) -> str | None:

@@ -14,7 +14,7 @@ from lightning_hetero.comm.agreement import value_of_rank
 from lightning_hetero.comm.failures import deadline
 from lightning_hetero.comm.object_collectives import ObjectMessage
 from lightning_hetero.errors import CheckpointError
-from lightning_hetero.replicas.sharding import local
+from lightning_hetero.replicas.sharding import is_dtensor, local
 
 _WEIGHTS = "state_dict"
 
@@ -47,7 +47,7 @@ class Snapshot:
 
         def copied(tensor: Tensor) -> Tensor:
             tensor = tensor.detach()
-            if tensor.layout != torch.strided:
+            if tensor.layout != torch.strided or is_dtensor(tensor):
                 return tensor.to("cpu", copy=True)
             key = *identity(tensor), _version(tensor)
             if key not in self._copies or not tensor.numel():

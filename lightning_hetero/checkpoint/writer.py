@@ -110,8 +110,8 @@ class _ErrorRecorder:
         self._file.flush()
 
 
-#: What is to be written: a checkpoint, its path, and the user's storage options.
-Files = list[tuple[dict[str, Any], Any, Any]]
+#: What is to be done: functions with their arguments, such as a checkpoint, its path, and the user's storage options.
+Jobs = list[tuple[Any, ...]]
 
 
 class BackgroundWriter(WrappingCheckpointIO):
@@ -148,7 +148,7 @@ class BackgroundWriter(WrappingCheckpointIO):
         self.snapshot, self._consensus = Snapshot(), consensus
         self._store, self._limit, self._owed = store, limit, owed
         self._world = dist.group.WORLD  # when the latest save was begun
-        self._jobs: Files = []  # what is to be written
+        self._jobs: Jobs = []
         self._find: Callable[[Mapping[str, Any]], None] | None = None  # finds the consensus that they lack
         self._number = 0  # of saves, the same on every rank
         self._left_out = 0  # number of the latest save that some had begun when ranks were lost
@@ -166,7 +166,19 @@ class BackgroundWriter(WrappingCheckpointIO):
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
         self.complete()
-        self._jobs.append((self.snapshot.of(checkpoint), path, storage_options))
+        self._jobs.append((self._files.save_checkpoint, self.snapshot.of(checkpoint), path, storage_options))
+
+    def save_in_steps(
+        self, checkpoint: dict[str, Any], prepare: Callable[[dict[str, Any]], list[Callable[[], None]]]
+    ) -> None:
+        """The same of what is no single file.
+
+        Args:
+            checkpoint: to be written.
+            prepare: gives the steps that write the copy. The last one of rank 0 comes after those of all others.
+        """
+        self.complete()
+        self._jobs += [(step,) for step in prepare(self.snapshot.of(checkpoint))]
 
     def launch(self, then: Callable[[], Any]) -> bool:
         """Begin to write what has been given since the last time; on all ranks.
@@ -237,7 +249,7 @@ class BackgroundWriter(WrappingCheckpointIO):
 
     def _write(
         self,
-        jobs: Files,
+        jobs: Jobs,
         find: Callable[[Mapping[str, Any]], None] | None,
         save: str,
         store: dist.Store,
@@ -246,10 +258,10 @@ class BackgroundWriter(WrappingCheckpointIO):
         began, rank = time.perf_counter(), dist.get_rank()
         try:
             if find is not None and jobs:  # the first one is the replica's shard
-                find(jobs[0][0]["state"])
+                find(jobs[0][1]["state"])
             lower_priority()
-            for job in jobs[:-1] if rank == 0 else jobs:
-                self._files.save_checkpoint(*job)
+            for job, *arguments in jobs[:-1] if rank == 0 else jobs:
+                job(*arguments)
         except BaseException as error:
             with suppress(dist.DistError):  # what has happened here comes first
                 store.set(f"{save}/{rank}", str(error) or type(error).__name__)
@@ -257,7 +269,8 @@ class BackgroundWriter(WrappingCheckpointIO):
         store.set(f"{save}/{rank}", "written")
         if rank == 0:
             self._wait_for_others(save, store)
-            self._files.save_checkpoint(*jobs[-1])
+            job, *arguments = jobs[-1]
+            job(*arguments)
             then()
         self.seconds = time.perf_counter() - began
 

@@ -402,6 +402,16 @@ class ReplicaLinks:
         """Say which values are in the vectors of this rank's replica, by name; those of shards may be in columns."""
         self._foreground.layout = self._background.layout = layout
 
+    @property
+    def columns(self) -> list[tuple[int, ...]]:
+        """The ranks, one of each replica, with which this one exchanges vectors, or parts of them; if it does."""
+        return list(map(tuple, self._columns)) or [tuple(self._peers)][: self.is_leader]
+
+    @property
+    def in_columns(self) -> LayoutInColumns | None:
+        """The cut of this rank's vectors into parts for several columns; ``None``: there is one column."""
+        return None if self._cut is None else LayoutInColumns(self._foreground.layout, self._cut)
+
     def gather(self, value: Any) -> list[Any]:
         """One value per rank (collective over all ranks)."""
         return gather(value, "what the replicas have")
@@ -430,8 +440,7 @@ class ReplicaLinks:
         """
         if not self._columns:
             return value_of_rank(value, rank)
-        index, layout, theirs = group_of(rank, self._replicas), self._foreground.layout, list[Any]()
-        columns = None if self._cut is None else LayoutInColumns(layout, self._cut)
+        index, columns, theirs = group_of(rank, self._replicas), self.in_columns, list[Any]()
         for number, ranks in enumerate(self._columns):
             group = self._groups.get("values of those with the same shard", ranks)
             part = value if columns is None else columns.pieces(value, number)

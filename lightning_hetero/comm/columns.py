@@ -1,6 +1,6 @@
 """Columns of ranks: which of its values a rank exchanges with which ranks, where replicas are of unequal size."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -51,20 +51,33 @@ class LayoutInColumns:
 
     def __init__(self, layout: Layout, cut: Cut) -> None:
         self._layout, self._cut = layout, cut
+        self._segments: dict[int | str, list[Segment]] = {}  # that were asked for
 
     def segments(self, of: int | str) -> list[Segment]:
         """The segments of a vector, given by its number, or of a value, given by its name; those of values in order."""
-        if isinstance(of, str):
-            return list(self._cut(of, self._values[of].numel()))
-        found, at = list[Segment](), 0
-        for name, value in self._layout[of].items():
-            found += [Segment(column, at + start, at + stop) for column, start, stop in self._cut(name, value.numel())]
+        if of not in self._segments:
+            self._segments[of] = list(self._cut_up(of))
+        return self._segments[of]
+
+    def _cut_up(self, of: int | str) -> Iterator[Segment]:
+        at = 0
+        for name, value in ({of: self._values[of]} if isinstance(of, str) else self._layout[of]).items():
+            for column, start, stop in self._cut(name, value.numel()):
+                yield Segment(column, at + start, at + stop)
             at += value.numel()
-        return found
 
     @cached_property
     def _values(self) -> dict[str, Tensor]:
         return {name: value for vector in self._layout for name, value in vector.items()}
+
+    def parts(self, vectors: Sequence[Tensor], column: int) -> list[Tensor]:
+        """The parts of vectors of this layout that a column exchanges: new memory."""
+        return [join(vector, self.segments(i), column) for i, vector in enumerate(vectors)]
+
+    def put(self, parts: Sequence[Tensor], vectors: Sequence[Tensor], column: int) -> None:
+        """Write parts to where :meth:`parts` takes them from."""
+        for i, (part, vector) in enumerate(zip(parts, vectors, strict=True)):
+            spread(part, vector, self.segments(i), column)
 
     def pieces(self, state: Any, column: int, name: str | None = None) -> Any:
         """State, with what a column exchanges in the place of its tensors.

@@ -27,7 +27,8 @@ GONE = (
 )
 
 #: ``failed``: an error of its own. ``echo``: an error because of another rank. ``gone``: its process has ended.
-Kind = Literal["failed", "echo", "gone"]
+#: ``told``: its error is on the terminal.
+Kind = Literal["failed", "echo", "gone", "told"]
 
 
 class Failure(NamedTuple):
@@ -127,9 +128,13 @@ class FailureChannel:
         """
         failure = Failure(self.rank, kind, self.run, how[:_TEXT])
         with self._changed:
-            self._record(failure)
             self._send(failure._asdict())
-            self._changed.wait_for(lambda: self._closed or not self._unsent, _SECONDS_TO_SEND)
+            if self.rank > 0 and self._links:  # rank 0 sends it back: all ranks have the same order
+                self._changed.wait_for(lambda: self._closed or failure in self._known.values(), _SECONDS_TO_SEND)
+            else:
+                self._record(failure)
+                self._changed.wait_for(lambda: self._closed or not self._unsent, _SECONDS_TO_SEND)
+            self._record(failure)
 
     def tell(self, **message: object) -> None:
         """Send a message to all other ranks, or to one.
@@ -151,13 +156,33 @@ class FailureChannel:
             return self._first()
 
     def _first(self) -> Failure | None:
+        return next((failure for failure in self._blamed() if failure.rank != self.rank), None)
+
+    def _blamed(self) -> Iterator[Failure]:
+        """The failures of this run that no other one explains, in the order of rank 0."""
         for failure in self._known.values():
             echo = self._known.get((failure.rank, "echo"))
-            blameless = failure.kind == "echo" or (echo is not None and echo.run >= self.run)
-            of_now = failure.kind == "gone" or failure.run >= self.run
-            if failure.rank != self.rank and of_now and not blameless:
-                return failure
-        return None
+            blameless = failure.kind in ("echo", "told") or (echo is not None and echo.run >= self.run)
+            if not blameless and (failure.kind == "gone" or failure.run >= self.run):
+                yield failure
+
+    def errors(self) -> list[Failure]:
+        """The errors of ranks in this run, this one's among them, in the same order on all ranks; without echoes."""
+        with self._changed:
+            return [failure for failure in self._blamed() if failure.kind == "failed"]
+
+    def told(self, rank: int, seconds: float = 0.0) -> bool:
+        """Whether a rank's error is on the terminal.
+
+        Args:
+            rank: which one.
+            seconds: longest wait for it, or for the end of that rank.
+        """
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._closed or any((rank, kind) in self._known for kind in ("told", "gone")), seconds
+            )
+            return (rank, "told") in self._known
 
     def _record(self, failure: Failure) -> None:
         old = self._known.get((failure.rank, failure.kind))
@@ -165,7 +190,7 @@ class FailureChannel:
             self._known.pop((failure.rank, failure.kind), None)
             self._known[failure.rank, failure.kind] = failure
             self._changed.notify_all()
-            if failure.rank != self.rank:
+            if failure.rank != self.rank and failure.kind != "told":
                 self._told(failure)
 
     def _send(self, message: dict[str, Any], origin: int | None = None) -> None:
@@ -221,7 +246,7 @@ class FailureChannel:
                 self._heard(message)
         else:
             self._record(Failure(message["rank"], message["kind"], message["run"], message["how"]))
-            self._pass_on(message, peer)
+            self._pass_on(message, 0)  # also to the rank itself
 
     def _pass_on(self, message: dict[str, Any], origin: int) -> None:
         if self.rank == 0:
@@ -331,6 +356,21 @@ def first_failure(seconds: float) -> Failure | None:
     """
     failure = None if _failures is None else _failures.first(seconds)
     return None if failure is None else failure._replace(rank=number(failure.rank))
+
+
+def errors() -> list[Failure]:
+    """The errors of ranks in this run, this one's among them, in the same order on all ranks; without echoes."""
+    return [] if _failures is None else [one._replace(rank=number(one.rank)) for one in _failures.errors()]
+
+
+def told(rank: int, seconds: float = 0.0) -> bool:
+    """Whether a rank's error is on the terminal.
+
+    Args:
+        rank: which one.
+        seconds: longest wait for it, or for the end of that rank.
+    """
+    return _failures is not None and _failures.told(_numbers.index(rank) if _numbers else rank, seconds)
 
 
 def places(since: float | None = None) -> str:

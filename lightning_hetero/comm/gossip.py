@@ -1,34 +1,30 @@
 """Gossip transport: exchanges with deadlines between two replicas, both ways or one way."""
 
 import random
-import secrets
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from enum import Enum
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
-from lightning_hetero.comm.all_reduce import ReplicaLinks
+from lightning_hetero.comm.columns import LayoutInColumns
 from lightning_hetero.comm.gossip_peers import (
     EXCHANGE,
-    TOKEN_BYTES,
-    HostPort,
     MessageKind,
-    PeerChannel,
     PeerConnections,
-    PeerMessage,
-    RefusedError,
     Session,
     others_boxes,
-    refuse_vectors,
 )
 from lightning_hetero.comm.shared_memory import MappedVectors
 from lightning_hetero.comm.threads import close_at_exit
-from lightning_hetero.errors import CommunicationError, ConfigurationError, DisagreementError, HeteroError
+from lightning_hetero.comm.transport import RefusedError, VectorChannel, VectorMessage, refuse_vectors
+from lightning_hetero.errors import CommunicationError
 
 ANY = -1.0  # round of an offer that any peer may take, whatever its own round
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.002, 0.1  # seconds between two questions
@@ -107,6 +103,53 @@ class PeerSelector:
         return [peer for peer in self.candidates if self._wanted.get(peer) == self.round_number]
 
 
+class PeerTransport(ABC):
+    """Base of the transports: a peer's connections to others, and what it offers or sends.
+
+    Args:
+        me: this peer.
+        session: what all peers share.
+        interface: address to listen on.
+        like: vectors of the sizes and dtypes to come, on the CPU.
+
+    Attributes:
+        misses: of each peer, exchanges with it that failed: it was late, frozen, dead or unreachable.
+        outbox: where this peer writes what it offers or sends.
+        boxes: the same of the other peers of this host.
+        peers: the connections to others.
+    """
+
+    def __init__(self, me: int, session: Session, interface: str, like: Sequence[Tensor]) -> None:
+        self.me, self.misses, self.outbox = me, Counter[int](), MappedVectors(like)
+        self.boxes: dict[int, MappedVectors] = {}
+        self._changed = threading.Condition()  # guards what belongs to subclasses
+        self.peers = PeerConnections(me, session, interface, self._attend, self._place, self._wake)
+
+    @abstractmethod
+    def _attend(self, channel: VectorChannel, message: VectorMessage) -> None:
+        """Handle an exchange from its first message on; in a thread of the connection."""
+
+    def _place(self, kind: int) -> Sequence[Tensor]:
+        """The vectors to fill, for a first message that comes with vectors."""
+        return refuse_vectors(kind)
+
+    def _wake(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
+
+    def set_outboxes(self, paths: Mapping[int, str]) -> None:
+        """Learn where the peers of this host write their values."""
+        self.boxes = others_boxes(self.outbox, paths)
+
+    def lose(self, peer: int) -> None:
+        """Go on without a peer."""
+        self.peers.lose(peer)
+
+    def close(self) -> None:
+        """Close all connections; idempotent."""
+        self.peers.close()
+
+
 class PairResult(NamedTuple):
     """Result of an exchange with a peer.
 
@@ -138,19 +181,13 @@ class PairExchange:
     Peers of one host write their values into shared memory. The messages are the same, without vectors.
 
     Args:
-        peers: connections to the others.
-        outbox: where this peer writes what it offers.
+        transport: with what this peer offers.
     """
 
-    def __init__(self, peers: PeerConnections, outbox: MappedVectors) -> None:
-        self._peers, self._outbox = peers, outbox
-        self.inbox = [torch.empty_like(value) for value in outbox.vectors]
-        self._boxes: dict[int, MappedVectors] = {}  # of the peers of this host
+    def __init__(self, transport: PeerTransport) -> None:
+        self._transport, self._peers = transport, transport.peers
+        self.inbox = [torch.empty_like(value) for value in transport.outbox.vectors]
         self._number = float(time.time_ns() // 1000)  # of the exchanges that this peer asks for
-
-    def set_outboxes(self, paths: Mapping[int, str]) -> None:
-        """Learn where the peers of this host write their values."""
-        self._boxes = others_boxes(self._outbox, paths)
 
     def ask(self, peer: int, round_number: float, weight: float, agreed: Callable[[], bool]) -> PairResult | None:
         """Ask a peer for an exchange, and exchange.
@@ -173,7 +210,7 @@ class PairExchange:
         channel, numbers = self._peers.channel(peer), (round_number, weight, self._number)
         sent = channel.send(MessageKind.ASK, numbers, (), self._peers.deadline_in())
         reply = channel.receive(refuse_vectors, self._peers.deadline_in())
-        if reply.kind is not MessageKind.YES:
+        if reply.kind != MessageKind.YES:
             if reply.numbers and round_number != ANY and reply.numbers[0] > round_number:
                 raise PeerMovedOnError
             return None
@@ -184,7 +221,7 @@ class PairExchange:
         self._peers.liveness.met(peer)
         return PairResult(peer, weight, self.inbox, sent)
 
-    def answer(self, channel: PeerChannel, peer: int, number: float, offer: tuple[float, float]) -> PairResult:
+    def answer(self, channel: VectorChannel, peer: int, number: float, offer: tuple[float, float]) -> PairResult:
         """Exchange with a peer that has asked, until it is to be told that the exchange is done.
 
         Args:
@@ -202,15 +239,16 @@ class PairExchange:
         self._peers.await_commit(channel, peer, number)
         return PairResult(peer, weight, self.inbox, sent + more)
 
-    def _swap(self, channel: PeerChannel, peer: int, numbers: Sequence[float], expected: int) -> tuple[float, int]:
+    def _swap(self, channel: VectorChannel, peer: int, numbers: Sequence[float], expected: int) -> tuple[float, int]:
         """Send what lies in the outbox, and fill the inbox; the peer's weight, and the bytes sent."""
-        near = peer in self._boxes
-        vectors = () if near else self._outbox.vectors
+        boxes = self._transport.boxes
+        near = peer in boxes
+        vectors = () if near else self._transport.outbox.vectors
         theirs, sent = channel.swap(MessageKind.SWAP, numbers, vectors, lambda _: self.inbox, self._peers.deadline_in())
-        if theirs.kind is not MessageKind.SWAP or len(theirs.numbers) != expected:
+        if theirs.kind != MessageKind.SWAP or len(theirs.numbers) != expected:
             raise RefusedError("uninvited")
         if near:
-            for own, value in zip(self.inbox, self._boxes[peer].vectors, strict=True):
+            for own, value in zip(self.inbox, boxes[peer].vectors, strict=True):
                 own.copy_(value)
         return theirs.numbers[1], sent
 
@@ -224,28 +262,14 @@ class _State(Enum):
     ENGAGED = 3  # with one peer: others are refused
 
 
-class PairTransport:
+class PairTransport(PeerTransport):
     """Offers values, and exchanges them with one peer at a time; see :class:`PairExchange` for the messages.
 
     A thread asks other peers. Other threads, one per connection, answer the questions of others.
-
-    Args:
-        me: this peer.
-        session: what all peers share.
-        interface: address to listen on.
-        like: vectors of the sizes and dtypes to come, on the CPU.
-
-    Attributes:
-        misses: of each peer, exchanges with it that failed: it was late, frozen, dead or unreachable.
-        outbox: where this peer writes what it offers.
-        peers: the connections to others.
     """
 
-    def __init__(self, me: int, session: Session, interface: str, like: Sequence[Tensor]) -> None:
-        self.me = me
-        self.misses = Counter[int]()
-        self.outbox = MappedVectors(like)
-        self._changed = threading.Condition()  # guards all that follows
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
         self._state, self._with, self._asking = _State.CLOSED, -1, False
         self._agreed = False  # the peer that was asked has said yes
         self._offers = 0  # made so far
@@ -254,15 +278,10 @@ class PairTransport:
         self._paused = self._closed = False
         self._weight = 1.0
         self._swap: PairResult | None = None
-        self.peers = PeerConnections(me, session, interface, self._attend, changed=self._wake)
-        self._swapping = PairExchange(self.peers, self.outbox)
-        self._selector = PeerSelector(me, session.deadline, self.peers.liveness)
+        self._swapping = PairExchange(self)
+        self._selector = PeerSelector(self.me, self.peers.session.deadline, self.peers.liveness)
         close_at_exit(self)
         threading.Thread(target=self._ask_until_closed, name="hetero-gossip-asker", daemon=True).start()
-
-    def set_outboxes(self, paths: Mapping[int, str]) -> None:
-        """Learn where the peers of this host write their values."""
-        self._swapping.set_outboxes(paths)
 
     def offer(self, weight: float, candidates: Sequence[int], round_number: float = ANY) -> None:
         """Offer what lies in the outbox, until it is exchanged or withdrawn. Returns at once.
@@ -313,6 +332,12 @@ class PairTransport:
     def _wait_for_exchange(self) -> None:
         self._changed.wait_for(lambda: self._state is not _State.ENGAGED, EXCHANGE * self.peers.session.deadline)
 
+    def take_misses(self) -> list[int]:
+        """The peers of exchanges that have failed since the last call; a peer may be there more than once."""
+        with self._changed:
+            misses, self.misses = self.misses, Counter()
+        return list(misses.elements())
+
     def pause(self) -> None:
         """Exchange nothing more for now. Waits for an exchange that is under way."""
         with self._changed:
@@ -331,13 +356,13 @@ class PairTransport:
         with self._changed:
             return self._state is not _State.CLOSED
 
+    @override
     def close(self) -> None:
-        """Close all connections; idempotent."""
         with self._changed:
             self._closed = True
             self._state = _State.CLOSED
             self._changed.notify_all()
-        self.peers.close()
+        super().close()
 
     # -- the peer that asks ------------------------------------------------------------------------
 
@@ -399,32 +424,31 @@ class PairTransport:
 
     # -- the peer that is asked --------------------------------------------------------------------
 
-    def _attend(self, channel: PeerChannel, ask: PeerMessage) -> None:
-        """Exchange with a peer that asks for it, if something is offered."""
-        if ask.kind is not MessageKind.ASK or len(ask.numbers) != 3:
+    @override
+    def _attend(self, channel: VectorChannel, ask: VectorMessage) -> None:
+        if ask.kind != MessageKind.ASK or len(ask.numbers) != 3:
             raise RefusedError("uninvited")
-        if not self._engage(ask):
+        if not self._engage(channel.peer, ask.numbers[0]):
             channel.send(MessageKind.NO, (self._selector.round_number,), (), self.peers.deadline_in())
             return
         swap = None
         try:
             offer = self._selector.round_number, self._weight
-            swap = self._swapping.answer(channel, ask.sender, ask.numbers[2], offer)
+            swap = self._swapping.answer(channel, channel.peer, ask.numbers[2], offer)
         finally:
             with self._changed:
                 self._end(swap)
                 if swap is None:
-                    self.misses[ask.sender] += 1
+                    self.misses[channel.peer] += 1
         channel.send(MessageKind.DONE, (), (), self.peers.deadline_in())
 
-    def _engage(self, ask: PeerMessage) -> bool:
-        """Whether this peer exchanges with one that asks."""
-        asked_for = ask.numbers[0]
+    def _engage(self, peer: int, asked_for: float) -> bool:
+        """Whether this peer exchanges with one that asks for a round."""
         with self._changed:
             own = self._selector.round_number
             if asked_for >= own:  # a peer that lags behind would be waited for without success
-                self.peers.liveness.heard(ask.sender)
-            if ask.sender < self.me and self._with != ask.sender and asked_for == own:
+                self.peers.liveness.heard(peer)
+            if peer < self.me and self._with != peer and asked_for == own:
                 # It waits while this peer asks another. If all that ask were refused, peers that ask each other in a
                 # circle could do so forever. Only peers with a lower number wait, so they never wait in a circle.
                 self._waiting += 1
@@ -432,14 +456,14 @@ class PairTransport:
                 self._waiting -= 1
                 own = self._selector.round_number
             # Of two peers that ask each other, the question of the first counts.
-            crossing = self._asking and not self._agreed and self._with == ask.sender and ask.sender < self.me
+            crossing = self._asking and not self._agreed and self._with == peer and peer < self.me
             willing = (self._state is _State.OPEN or crossing) and not self._paused
             if willing and asked_for == own:
-                self._state, self._with, self._asking = _State.ENGAGED, ask.sender, False
-                self._selector.met(ask.sender)
+                self._state, self._with, self._asking = _State.ENGAGED, peer, False
+                self._selector.met(peer)
                 return True
-            self._selector.wants(ask.sender, asked_for)
-            if self._state is _State.OPEN and ANY != own < asked_for and ask.sender in self._selector.candidates:
+            self._selector.wants(peer, asked_for)
+            if self._state is _State.OPEN and ANY != own < asked_for and peer in self._selector.candidates:
                 self._state = _State.CLOSED  # the other has gone on to a later round
             self._changed.notify_all()
             return False
@@ -453,9 +477,69 @@ class PairTransport:
             self._state = _State.OPEN
         self._changed.notify_all()
 
-    def _wake(self) -> None:
-        with self._changed:
-            self._changed.notify_all()
+
+class OwnVectors(NamedTuple):
+    """Vectors that no other process sees.
+
+    Attributes:
+        vectors: where this replica writes what it offers.
+    """
+
+    vectors: list[Tensor]
+
+
+class PairsInColumns:
+    """Offers to the peer of a round, as :class:`PairTransport` does, in several columns: the parts go to its ranks.
+
+    If only some parts are exchanged, the others count as equal, so that nothing moves them.
+
+    Args:
+        columns: a transport for each.
+        like: vectors of the sizes and dtypes to come, on the CPU.
+        layout: cuts them into the parts.
+
+    Attributes:
+        outbox: where this rank writes what it offers.
+    """
+
+    def __init__(self, columns: Sequence[PairTransport], like: Sequence[Tensor], layout: LayoutInColumns) -> None:
+        self._columns, self._layout = columns, layout
+        self.outbox = OwnVectors([torch.empty_like(value) for value in like])
+        self._inbox = [torch.empty_like(value) for value in like]
+
+    def offer(self, weight: float, candidates: Sequence[int], round_number: float) -> None:
+        """Offer what lies in the outbox; see :meth:`PairTransport.offer`."""
+        for number, column in enumerate(self._columns):
+            for place, part in zip(column.outbox.vectors, self._layout.parts(self.outbox.vectors, number), strict=True):
+                place.copy_(part)
+            column.offer(weight, candidates, round_number)
+
+    def result(self, wait: float = 0.0) -> PairResult | None:
+        """The result of the offer, or ``None`` if not all parts have one yet; see :meth:`PairTransport.result`."""
+        until = time.monotonic() + wait
+        found = [column.result(max(until - time.monotonic(), 0.0)) for column in self._columns]
+        return None if None in found else self._whole(found)
+
+    def withdraw(self) -> PairResult | None:
+        """Close the offer, and return what it has brought; see :meth:`PairTransport.withdraw`."""
+        found = [column.withdraw() for column in self._columns]
+        return self._whole(found) if any(found) else None
+
+    def _whole(self, found: Sequence[PairResult | None]) -> PairResult:
+        for number, (column, swap) in enumerate(zip(self._columns, found, strict=True)):
+            self._layout.put(column.outbox.vectors if swap is None else swap.vectors, self._inbox, number)
+        there = [swap for swap in found if swap is not None]
+        return PairResult(there[0].peer, there[0].weight, self._inbox, sum(swap.sent for swap in there))
+
+    def lose(self, peer: int) -> None:
+        """Go on without a peer."""
+        for column in self._columns:
+            column.lose(peer)
+
+    def close(self) -> None:
+        """Close all connections; idempotent."""
+        for column in self._columns:
+            column.close()
 
 
 class ReceivedPush(NamedTuple):
@@ -474,7 +558,7 @@ class ReceivedPush(NamedTuple):
     vectors: list[Tensor]
 
 
-class PushTransport:
+class PushTransport(PeerTransport):
     """Sends values to peers and collects what comes from them.
 
     A push takes four messages: ``PUSH, YES; COMMIT, DONE``. The receiver counts it when ``COMMIT`` comes, if that is in
@@ -484,35 +568,15 @@ class PushTransport:
 
     From each peer, one push more than there are peers can wait to be collected. Further ones are refused
     (``PUSH, NO``): this peer no longer collects them.
-
-    Args:
-        me: this peer.
-        session: what all peers share.
-        interface: address to listen on.
-        like: vectors of the sizes and dtypes to come, on the CPU.
-
-    Attributes:
-        misses: of each peer, pushes to it that failed.
-        outbox: where this peer writes what it sends.
-        peers: the connections to others.
     """
 
-    def __init__(self, me: int, session: Session, interface: str, like: Sequence[Tensor]) -> None:
-        self.me = me
-        self.misses = Counter[int]()
-        self.outbox = MappedVectors(like)
-        self._boxes: dict[int, MappedVectors] = {}
-        self._changed = threading.Condition()  # guards what follows
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
         self._arrived: list[ReceivedPush] = []
         self._free: list[list[Tensor]] = []
         self._latest: dict[int, int] = {}  # of each peer, the latest round from which something has come
         self._missed: dict[int, int] = {}  # and the latest in which nothing had
         self._number = float(time.time_ns() // 1000)  # of this peer's pushes
-        self.peers = PeerConnections(me, session, interface, self._attend, self._place, self._wake)
-
-    def set_outboxes(self, paths: Mapping[int, str]) -> None:
-        """Learn where the peers of this host write their values."""
-        self._boxes = others_boxes(self.outbox, paths)
 
     def push(self, peer: int, round_number: int, weight: float) -> int | None:
         """Give a peer what lies in the outbox; blocks.
@@ -536,13 +600,13 @@ class PushTransport:
 
     def _push(self, peer: int, round_number: int, weight: float) -> int | None:
         channel = self.peers.channel(peer)
-        vectors = self.outbox.vectors if weight and peer not in self._boxes else ()
+        vectors = self.outbox.vectors if weight and peer not in self.boxes else ()
         self._number += 1
         sent = channel.send(MessageKind.PUSH, (round_number, weight, self._number), vectors, self.peers.deadline_in())
         answer = channel.receive(refuse_vectors, self.peers.deadline_in()).kind
-        if answer is MessageKind.NO:
+        if answer == MessageKind.NO:
             return None
-        if answer is not MessageKind.YES:
+        if answer != MessageKind.YES:
             raise RefusedError("uninvited")
         sent += self.peers.commit(channel, peer, self._number)
         self.peers.liveness.met(peer)
@@ -577,12 +641,19 @@ class PushTransport:
             self._arrived = [push for push in self._arrived if push.round_number in later]
             return taken
 
-    def waiting(self) -> list[ReceivedPush]:
-        """Pushes that have come and have not been taken."""
-        with self._changed:
-            return list(self._arrived)
+    def waiting(self, remove: bool = False) -> list[ReceivedPush]:
+        """Pushes that have come and have not been taken.
 
-    def put(self, pushes: Sequence[ReceivedPush]) -> None:
+        Args:
+            remove: whether they are taken now.
+        """
+        with self._changed:
+            arrived = list(self._arrived)
+            if remove:
+                self._arrived = []
+            return arrived
+
+    def put(self, pushes: Iterable[ReceivedPush]) -> None:
         """Let these have come, as in a checkpoint."""
         with self._changed:
             for push in pushes:
@@ -597,30 +668,26 @@ class PushTransport:
         with self._changed:
             self._free += [push.vectors for push in pushes if push.vectors]
 
-    def close(self) -> None:
-        """Close all connections; idempotent."""
-        self.peers.close()
-
-    def _attend(self, channel: PeerChannel, push: PeerMessage) -> None:
-        """Receive a push."""
-        if push.kind is not MessageKind.PUSH or len(push.numbers) != 3:
+    @override
+    def _attend(self, channel: VectorChannel, push: VectorMessage) -> None:
+        if push.kind != MessageKind.PUSH or len(push.numbers) != 3:
             raise RefusedError("uninvited")
         round_number, weight, number = push.numbers
         vectors = list(push.vectors)
-        if bool(vectors) is not (bool(weight) and push.sender not in self._boxes):
+        if bool(vectors) is not (bool(weight) and channel.peer not in self.boxes):
             raise RefusedError("size")
-        if weight and push.sender in self._boxes:
+        if weight and channel.peer in self.boxes:
             vectors = self._memory()
-            for own, value in zip(vectors, self._boxes[push.sender].vectors, strict=True):
+            for own, value in zip(vectors, self.boxes[channel.peer].vectors, strict=True):
                 own.copy_(value)
-        came = ReceivedPush(push.sender, int(round_number), weight, vectors)
-        self.peers.liveness.heard(push.sender)
-        if self._full(push.sender):
+        came = ReceivedPush(channel.peer, int(round_number), weight, vectors)
+        self.peers.liveness.heard(channel.peer)
+        if self._full(channel.peer):
             self.recycle([came])
             channel.send(MessageKind.NO, (), (), self.peers.deadline_in())
             return
         channel.send(MessageKind.YES, (), (), self.peers.deadline_in())
-        self.peers.await_commit(channel, push.sender, number)
+        self.peers.await_commit(channel, channel.peer, number)
         with self._changed:
             self._arrive(came)
             self._changed.notify_all()
@@ -630,86 +697,10 @@ class PushTransport:
         with self._changed:
             return sum(push.peer == peer for push in self._arrived) > self.peers.count
 
-    def _place(self, kind: MessageKind) -> Sequence[Tensor]:
-        return self._memory() if kind is MessageKind.PUSH else refuse_vectors(kind)
+    @override
+    def _place(self, kind: int) -> Sequence[Tensor]:
+        return self._memory() if kind == MessageKind.PUSH else refuse_vectors(kind)
 
     def _memory(self) -> list[Tensor]:
         with self._changed:
             return self._free.pop() if self._free else [torch.empty_like(v) for v in self.outbox.vectors]
-
-    def _wake(self) -> None:
-        with self._changed:
-            self._changed.notify_all()
-
-
-T = TypeVar("T", PairTransport, PushTransport)
-
-
-class Endpoint(NamedTuple):
-    """Address of a peer.
-
-    Attributes:
-        interface: address to listen on, of the network between the peers.
-        host: name of the machine. Peers with the same one can share memory.
-        deadline: seconds within which a message must be answered.
-    """
-
-    interface: str
-    host: str
-    deadline: float
-
-
-def connect_peers(
-    kind: Callable[[int, Session, str, Sequence[Tensor]], T],
-    endpoint: Endpoint,
-    links: ReplicaLinks,
-    like: Sequence[Tensor],
-) -> T | None:
-    """Let the leaders of all replicas know where to reach each other (collective over all ranks).
-
-    Args:
-        kind: class of the transport.
-        endpoint: this rank's.
-        links: of this replica. The number of the replica is that of the peer.
-        like: vectors of the sizes and dtypes to come, on the CPU.
-
-    Returns:
-        The transport on leaders, ``None`` elsewhere.
-
-    Raises:
-        HeteroError: on every rank: some peers cannot be reached, or have another model.
-    """
-    token = links.gather(secrets.token_bytes(TOKEN_BYTES))[0]
-    mine = (
-        kind(links.index, Session(token, 1, endpoint.deadline), endpoint.interface, like) if links.is_leader else None
-    )
-    card = None if mine is None else (links.index, mine.peers.address, endpoint.host, mine.outbox.path)
-    cards = [card for card in links.gather_of_replicas(card) if card is not None]
-    problem = _unreachable([(host, address) for _, address, host, _ in cards])
-    if mine is not None and problem is None:
-        mine.peers.know({peer: address for peer, address, *_ in cards})
-        try:
-            mine.set_outboxes(
-                {peer: path for peer, _, host, path in cards if host == endpoint.host and peer != links.index}
-            )
-        except HeteroError as error:
-            problem = error
-    problems = links.gather(None if problem is None else str(problem))  # all have opened what they need
-    if mine is not None:
-        mine.outbox.hide()
-    if any(problems):
-        if mine is not None:
-            mine.close()
-        raise problem or DisagreementError(next(text for text in problems if text))
-    return mine
-
-
-def _unreachable(places: Sequence[tuple[str, HostPort]]) -> HeteroError | None:
-    """Reason why peers of several hosts could not reach each other; ``None``: no reason is known."""
-    inner = [f"{host} ({address[0]})" for host, address in places if address[0].startswith("127.")]
-    if len({host for host, _ in places}) == 1 or not inner:
-        return None
-    return ConfigurationError(
-        f"peers on {', '.join(inner)} would listen where other hosts cannot reach them: the job's main address is "
-        "their loopback. Give MASTER_ADDR as an IP address of the network between the hosts."
-    )

@@ -322,10 +322,6 @@ def announce_failure(exception: BaseException) -> None:
         exception.args = (f"{exception} The rank that failed first: {first}.",)
     elif first is None and places and places not in str(exception):
         exception.args = (f"{exception} {places}",)
-    if first is not None and isinstance(exception, CommunicationError):
-        # Where this rank waited explains nothing; the traceback of the one that failed does.
-        exception.__cause__ = exception.__traceback__ = None
-        exception.__suppress_context__ = True
 
 
 _LOOK = 0.5  # seconds from one look at the other processes to the next, while they join

@@ -158,7 +158,8 @@ class Closable(Protocol):
 
 def close_at_exit(thing: Closable) -> None:
     """Close an object when the process ends, if it still exists then."""
-    _open.add(thing)
+    with _changing:
+        _open.add(thing)
 
 
 @contextmanager
@@ -201,7 +202,8 @@ def abort_sockets() -> None:
     made.
     """
     global _abort_count
-    _abort_count += 1
+    with _changing:
+        _abort_count += 1
     _abort((_sockets | _sockets_of_all).union(*map(_opened_since, list(_recording))))
     with _changing:
         others = list(_others)
@@ -276,7 +278,9 @@ def end_all_threads() -> None:
     if not _running():
         return _yield_to_gloo()
     _abort(_sockets)
-    for thing in list(_open):
+    with _changing:
+        things = list(_open)
+    for thing in things:
         with suppress(Exception):
             thing.close()
     until = time.monotonic() + _PATIENCE

@@ -1,23 +1,32 @@
 """Transport between ranks: listening sockets, the token with which connections begin, and messages.
 
 All connections between ranks that this package makes itself begin in the same way, with one line from the end that
-connects: the token of the service, a blank, and the number of the peer. Nothing else is read before.
+connects: the token of the service, a blank, and the number of the peer. Nothing else is read before. Then messages
+come: lines of JSON, with many peers on one thread (:class:`MessageTransport`), or numbers and vectors, with a thread
+for each connection (:class:`VectorChannel`).
 """
 
 import errno
+import hashlib
 import hmac
 import json
 import os
+import secrets
 import selectors
 import socket
+import struct
 import time
 import weakref
+import zlib
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
-from lightning_hetero.comm.threads import exclude_from_abort
+import torch
+from torch import Tensor
+
+from lightning_hetero.comm.threads import Background, abort_too, exclude_from_abort
 from lightning_hetero.errors import CommunicationError, not_none
 
 HostPort = tuple[str, int]
@@ -534,3 +543,192 @@ class MessageTransport:
 
 def _ending(error: int) -> str:
     return "refused" if error == errno.ECONNREFUSED else "closed"
+
+
+KEY_BYTES = 16
+#: key, kind, serial number, how many numbers, bytes of vectors; then a checksum of all
+_HEADER = struct.Struct(f"!{KEY_BYTES}sIQIQ")
+_CHECKSUM = struct.Struct("!I")
+_MOST_NUMBERS = 64
+
+
+class VectorMessage(NamedTuple):
+    """A message with numbers and vectors.
+
+    Attributes:
+        kind: of the message.
+        numbers: a few numbers; what they mean depends on the kind.
+        vectors: vectors on the CPU.
+    """
+
+    kind: int
+    numbers: tuple[float, ...] = ()
+    vectors: tuple[Tensor, ...] = ()
+
+
+class RefusedError(Exception):
+    """Refusal of a message that must not be believed. Says why in one word."""
+
+
+class VectorChannel:
+    """Sends and receives vectors over one connection. Each message arrives complete and in time, or not at all.
+
+    Each connection has its own key, made of the token and of random bytes from one end. So messages that were recorded
+    from another connection are refused.
+
+    Args:
+        connection: to the other end.
+        token: a secret that both ends must have; the key until :meth:`begin`.
+        peer: number of the other end.
+
+    Attributes:
+        peer: number of the other end.
+    """
+
+    def __init__(self, connection: socket.socket, token: bytes, peer: int) -> None:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        abort_too(connection)
+        self._connection, self._key, self.peer = connection, token, peer
+        self._sent = self._received = 0  # serial numbers: a message that comes twice is refused
+
+    def begin(self, draws: bool, deadline: float) -> None:
+        """Agree on the key.
+
+        Args:
+            draws: whether this end draws the random bytes.
+            deadline: time by which they must have come, or be sent.
+
+        Raises:
+            OSError: they were too late, or the connection has broken.
+        """
+        drawn = secrets.token_bytes(KEY_BYTES) if draws else bytearray(KEY_BYTES)
+        if draws:
+            self._limit(deadline)
+            self._connection.sendall(drawn)
+        else:
+            self._fill(memoryview(drawn), deadline)
+        self._key = hmac.digest(self._key, drawn, hashlib.sha256)[:KEY_BYTES]
+
+    def send(self, kind: int, numbers: Sequence[float], vectors: Sequence[Tensor], deadline: float) -> int:
+        """Send a message.
+
+        Args:
+            kind: of the message.
+            numbers: at most 64.
+            vectors: contiguous vectors on the CPU.
+            deadline: time at which it must be sent, by ``time.monotonic()``.
+
+        Returns:
+            The bytes sent.
+
+        Raises:
+            OSError: it could not be sent in time. The connection cannot be used any more.
+        """
+        parts: list[Any] = [struct.pack(f"!{len(numbers)}d", *numbers), *map(_bytes, vectors)]
+        self._sent += 1
+        size = sum(len(part) for part in parts[1:])
+        header = _HEADER.pack(self._key, kind, self._sent, len(numbers), size)
+        checksum = zlib.crc32(header)
+        for part in parts:
+            checksum = zlib.crc32(part, checksum)
+        for part in (header + _CHECKSUM.pack(checksum), *parts):
+            self._limit(deadline)
+            self._connection.sendall(part)
+        return len(header) + _CHECKSUM.size + len(parts[0]) + size
+
+    def receive(self, into: Callable[[int], Sequence[Tensor]], deadline: float | None) -> VectorMessage:
+        """Receive a message.
+
+        Args:
+            into: gives the vectors to fill, for a kind of message that comes with vectors.
+            deadline: time by which it must have come, by ``time.monotonic()``; ``None``: no limit.
+
+        Raises:
+            OSError: it did not come in time, or the connection has broken.
+            RefusedError: it has another key, is damaged, or has come before.
+        """
+        head = memoryview(bytearray(_HEADER.size + _CHECKSUM.size))
+        self._fill(head, deadline)
+        header = head[: _HEADER.size]
+        key, kind, serial, count, size = _HEADER.unpack(header)
+        [checksum] = _CHECKSUM.unpack(head[_HEADER.size :])
+        if not hmac.compare_digest(key, self._key):
+            raise RefusedError("token")
+        if serial != self._received + 1:
+            raise RefusedError("replayed")
+        vectors = tuple(into(kind)) if size else ()
+        memories = [_bytes(vector) for vector in vectors]
+        if count > _MOST_NUMBERS or size != sum(map(len, memories)):
+            raise RefusedError("size")
+        numbers = memoryview(bytearray(8 * count))
+        found = zlib.crc32(header)
+        for memory in (numbers, *memories):
+            self._fill(memory, deadline)
+            found = zlib.crc32(memory, found)
+        if found != checksum:
+            raise RefusedError("damaged")
+        self._received = serial
+        return VectorMessage(kind, struct.unpack(f"!{count}d", numbers), vectors)
+
+    def swap(
+        self,
+        kind: int,
+        numbers: Sequence[float],
+        vectors: Sequence[Tensor],
+        into: Callable[[int], Sequence[Tensor]],
+        deadline: float,
+    ) -> tuple[VectorMessage, int]:
+        """Send a message and receive one at the same time, so that both directions of a link are used.
+
+        Args:
+            kind: of the message to send.
+            numbers: at most 64.
+            vectors: contiguous vectors on the CPU.
+            into: gives the vectors to fill, for the kind of message that comes.
+            deadline: time by which both must be done, by ``time.monotonic()``.
+
+        Returns:
+            What has come, and the bytes sent.
+
+        Raises:
+            OSError: one of them was too late, or the connection has broken. It is closed.
+            RefusedError: what has come must not be believed. The connection is closed.
+        """
+        sender = Background(lambda: self.send(kind, numbers, vectors, deadline))
+        try:
+            message = self.receive(into, deadline)
+        except BaseException:
+            self.close()  # this also ends the sender
+            with suppress(OSError):
+                sender.result()
+            raise
+        return message, sender.result()
+
+    def _fill(self, memory: memoryview, deadline: float | None) -> None:
+        while len(memory):
+            self._limit(deadline)
+            got = self._connection.recv_into(memory)
+            if not got:
+                raise ConnectionError("the other end has closed the connection")
+            memory = memory[got:]
+
+    def _limit(self, deadline: float | None) -> None:
+        left = None if deadline is None else deadline - time.monotonic()
+        if left is not None and left <= 0:
+            raise TimeoutError("too late")
+        self._connection.settimeout(left)
+
+    def close(self) -> None:
+        """Break the connection. Another thread may call this."""
+        with suppress(OSError):  # it is broken already
+            self._connection.shutdown(socket.SHUT_RDWR)
+        self._connection.close()
+
+
+def refuse_vectors(kind: int) -> Sequence[Tensor]:
+    """Refuse vectors, where none are expected."""
+    raise RefusedError("uninvited")
+
+
+def _bytes(vector: Tensor) -> memoryview:
+    return memoryview(vector.view(torch.uint8).numpy())  # type: ignore[arg-type]

@@ -115,7 +115,8 @@ class View:
         place = {rank: firsts.index(m.ranks[i - i % size]) for m in self.replicas for i, rank in enumerate(m.ranks)}
         replicas = tuple(replace(m, ranks=tuple(place[rank] for rank in m.ranks[::size])) for m in self.replicas)
         places = tuple(self.places[rank] for rank in firsts)
-        return View(self.number, replicas, places, place[self.rank], tuple(range(len(firsts))), self.ranks_leave)
+        ids = tuple(self.ids[rank] for rank in firsts)
+        return View(self.number, replicas, places, place[self.rank], ids, self.ranks_leave)
 
     @property
     def world(self) -> int:

@@ -83,7 +83,7 @@ def waiting(what: str, busy: Callable[[], bool] = _never) -> Iterator[None]:
 
 def since() -> list[float]:
     """The times at which the threads that wait began to, by ``time.monotonic()``."""
-    return [mine[0].since for mine in list(_waits.values()) if mine]
+    return [first.since for mine in list(_waits.values()) for first in mine[:1]]  # each may end meanwhile
 
 
 def here() -> tuple[str, str]:
@@ -120,12 +120,17 @@ def _call(frame: FrameType | None) -> str:
     called = ""
     while frame is not None:
         code = frame.f_code
-        if frame.f_globals.get("__name__", "").partition(".")[0] not in _LIBRARIES:
+        if is_of_user(frame):
             return f"{called or code.co_name} ({os.path.basename(code.co_filename)}:{frame.f_lineno})"
         if not code.co_name.startswith(("_", "<")) and "wrapper" not in code.co_name:
             called = code.co_name
         frame = frame.f_back
     return ""
+
+
+def is_of_user(frame: FrameType) -> bool:
+    """Whether a frame is of the user's program, or of a package that it uses beside PyTorch and Lightning."""
+    return frame.f_globals.get("__name__", "").partition(".")[0] not in _LIBRARIES
 
 
 def caller() -> str:
@@ -374,9 +379,9 @@ def _observed(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def noticed(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() or not _noticing:
+        if torch.compiler.is_compiling() or not (innermost := _noticing[-1:]):  # it may end meanwhile
             return function(*args, **kwargs)
-        thread, notice = _noticing[-1]
+        [(thread, notice)] = innermost
         here = threading.current_thread()
         # Autograd's threads are not Python's own.
         if here.ident != thread and not (isinstance(here, threading._DummyThread) and THREADS not in here.name):

@@ -213,7 +213,7 @@ class AdaptiveTimeout:
         """The longest gap that is remembered; ``None`` if there were too few."""
         if self._gaps < _ENOUGH or self._latest - self._since < _LISTENED:
             return self.before
-        gaps = [gap for _, gap in self._periods]
+        gaps = [gap for _, gap in list(self._periods)]  # a copy: other threads ask, too
         return max(gaps if self.before is None else [*gaps, self.before])
 
     @property

@@ -19,8 +19,10 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from typing_extensions import override
 
+from lightning_hetero.comm import failures
 from lightning_hetero.comm.object_collectives import pack_value, unpack_value
 from lightning_hetero.errors import CommunicationError
+from lightning_hetero.launch.failure_report import report_if_uncaught
 from lightning_hetero.launch.script import passed_on
 from lightning_hetero.lightning_compat import (
     MultiProcessingLauncher,
@@ -55,10 +57,19 @@ class ObservedLauncher(SubprocessScriptLauncher):
         super().__init__(**kwargs)
         self.grace, self.survive, self.around = grace, survive, around
         self.observer: ProcessObserver | None = None  # of the processes that it has started
+        self._interrupted = False  # by Ctrl-C
 
     @override
     def launch(self, function: Callable, *args: Any, trainer: "pl.Trainer | None" = None, **kwargs: Any) -> Any:
         function = function if self.around is None else partial(self.around, function)
+        try:
+            return self._launch(function, *args, trainer=trainer, **kwargs)
+        except BaseException as error:
+            self._interrupted = isinstance(error, KeyboardInterrupt)
+            report_if_uncaught(error, self.observer.report if self.observer else None)
+            raise
+
+    def _launch(self, function: Callable, *args: Any, trainer: "pl.Trainer | None", **kwargs: Any) -> Any:
         if self.cluster_environment.creates_processes_externally:
             if (starter := _starter()) is not None:
                 starter.grace = None if self.survive else self.grace
@@ -66,7 +77,8 @@ class ObservedLauncher(SubprocessScriptLauncher):
         self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
         with passed_on(), _named_as_starter():
             start_ranks(self)
-        observer = self.observer = ProcessObserver(self.procs, None if self.survive else self.grace)
+        first = self.cluster_environment.global_rank()
+        observer = self.observer = ProcessObserver(self.procs, None if self.survive else self.grace, first)
         observer.start()
         set_num_threads_if_needed(num_processes=self.num_processes)
         try:
@@ -83,6 +95,12 @@ class ObservedLauncher(SubprocessScriptLauncher):
             # It may be the echo of another's error, and that process takes a while to end. Runs before the line above.
             atexit.register(observer.report, patience=10.0 if isinstance(error, CommunicationError) else 2.0)
             raise
+
+    @override
+    def kill(self, signum: int | signal.Signals) -> None:
+        super().kill(signum)
+        if self._interrupted:  # Lightning would end this process with status 1, now that the others have ended
+            sys.exit(128 + signal.SIGINT)
 
     def ended(self) -> str | None:
         """The process of this machine that has ended and that others need to begin, in words; ``None``: none has."""
@@ -170,12 +188,15 @@ class ProcessObserver(threading.Thread):
     Args:
         children: the processes of local ranks 1, 2, ...
         grace: seconds from a failure until all are killed; ``None``: they go on.
+        first: the rank of this process.
         poll: seconds between looks.
     """
 
-    def __init__(self, children: Sequence[subprocess.Popen], grace: float | None, poll: float = 0.5) -> None:
+    def __init__(
+        self, children: Sequence[subprocess.Popen], grace: float | None, first: int = 0, poll: float = 0.5
+    ) -> None:
         super().__init__(daemon=True, name="rank-observer")
-        self.children, self.grace, self.poll = children, grace, poll
+        self.children, self.grace, self.first, self.poll = children, grace, first, poll
         self._told = threading.Lock()
 
     def interrupted(self) -> None:
@@ -199,6 +220,13 @@ class ProcessObserver(threading.Thread):
         deadline = time.monotonic() + self.grace
         while time.monotonic() < deadline:  # this thread ends with the main process
             time.sleep(self.poll)
+        with suppress(OSError):
+            print(
+                f"lightning_hetero: {self.ended()}, and {self.grace:.0f} s later the other ranks of this machine still "
+                "run. They are killed.",
+                file=sys.stderr,
+                flush=True,
+            )
         for child in self.children:
             if child.poll() is None:
                 child.kill()
@@ -222,20 +250,23 @@ class ProcessObserver(threading.Thread):
         return any(child.poll() is None for child in self.children)
 
     def report(self, patience: float = 0.0) -> None:
-        """Say once which children failed first, waiting up to ``patience`` seconds for one to if any still runs."""
+        """Say once which children failed first, waiting up to ``patience`` seconds for one to if any still runs.
+
+        Those that have said so themselves are left out.
+        """
         deadline = time.monotonic() + patience
-        while not (failed := self._failed()) and self._running() and time.monotonic() < deadline:
+        while not (failed := self._failed()) and self._running() and time.monotonic() < deadline and not self._said():
             time.sleep(0.05)
-        if not failed or not self._told.acquire(blocking=False):
+        failed = [(rank, code) for rank, code in failed if not failures.told(self.first + rank)]
+        if not failed or self._said() or not self._told.acquire(blocking=False):
             return
         for rank, code in failed:
-            then = "go on" if self.grace is None else f"have {self.grace:.0f} s to end"
-            print(
-                f"lightning_hetero: local rank {rank} {_how(code)}; its own error, if it had one, is above. "
-                f"The other ranks {then}.",
-                file=sys.stderr,
-                flush=True,
-            )
+            above = "; its own error, if it had one, is above" if code > 0 else ""
+            print(f"lightning_hetero: local rank {rank} {_how(code)}{above}.", file=sys.stderr, flush=True)
+
+    def _said(self) -> bool:
+        """Whether the error that came first is on the terminal."""
+        return any(failures.told(one.rank) for one in failures.errors()[:1])
 
 
 def _how(code: int) -> str:

@@ -14,8 +14,8 @@ from rich.table import Table
 from lightning_hetero.batching.shares import Cost, too_slow
 from lightning_hetero.errors import ConfigurationError
 from lightning_hetero.planning.cluster import HANDLING, MEMORY, Cluster, LinkModel
-from lightning_hetero.planning.predictions import Prediction, predictions
-from lightning_hetero.planning.strategy_choice import changes, draw, efficiencies
+from lightning_hetero.planning.predictions import predictions
+from lightning_hetero.planning.strategy_choice import Setting, changes, draw, efficiencies, search
 
 MOST_RANKS = 100_000
 #: Of the files of ``lightning-hetero doctor --save``; the first ones had no number.
@@ -179,8 +179,8 @@ def _check(given: Mapping[str, Any]) -> None:
 
 _BAR = 6  # characters of a full bar
 _LEGEND = (
-    "exposed: part of a step in which ranks only communicate. MB sent: out of a node, per step. efficiency: part of "
-    "the samples/s that the ranks would reach together if each trained alone."
+    "every: steps between exchanges. sent: MB out of a node, per step. kept: MB of a rank beyond model, gradients and "
+    "optimizer. eff.: part of the samples/s that the ranks would reach together if each trained alone."
 )
 _SELDOM = (
     "seldom: it waits for nobody, and on this link it exchanges less than half as often as asked. Its replicas drift "
@@ -188,7 +188,9 @@ _SELDOM = (
 )
 
 
-def run(measured: Path | None, given: Mapping[str, Any], every: int, wire: str, most: int, out: Path | None) -> None:
+def run(
+    measured: Path | None, given: Mapping[str, Any], every: int | None, wire: str | None, most: int, out: Path | None
+) -> None:
     """Run the command.
 
     Args:
@@ -218,14 +220,19 @@ def _short(value: Any) -> str:
 
 
 def plan(
-    cluster: Cluster, every: int, wire: str, most: int | None, out: Path | None, console: Console | None = None
+    cluster: Cluster,
+    every: int | None,
+    wire: str | None,
+    most: int | None,
+    out: Path | None,
+    console: Console | None = None,
 ) -> None:
     """Print what each strategy makes of a cluster, the best one and why, and what would help.
 
     Args:
         cluster: to plan for.
-        every: steps between two exchanges of strategies that meet now and then.
-        wire: number format between replicas.
+        every: steps between two exchanges of strategies that meet now and then. Default: it is searched.
+        wire: number format between replicas. Default: it is searched.
         most: largest number of nodes of the weak scaling; ``None``: it is left out, since no link between nodes is
             known.
         out: where to draw that as a PNG. Default: nowhere.
@@ -238,7 +245,7 @@ def plan(
         _can_draw(out, most)
     few_enough(max(cluster.world, (most or 0) * cluster.largest))
     console = console or Console()
-    found = predictions(cluster, every, wire)
+    found = search(cluster, every, wire)
     link = f"; {_link(cluster.between)}" if len(cluster.nodes) > 1 else ""
     console.print(
         f"{len(cluster.nodes)} nodes, {cluster.world} ranks; {cluster.size / 4e6:.4g} million parameters; "
@@ -246,10 +253,8 @@ def plan(
     )
     console.print(_table(found))
     console.print(_LEGEND)
-    if any(one.seldom for one in found):
+    if any(one.prediction.seldom for one in found):
         console.print(_SELDOM)
-    if whole := [one.name for one in found if not one.exact and one.options.get("wire", "fp32") != wire]:
-        console.print(f'In fp32, since they have no wire="{wire}": {", ".join(whole)}.')
     console.print()
     for line in why(cluster, found):
         console.print(line)
@@ -264,8 +269,9 @@ def plan(
             "\nWeak scaling is left out: no link between nodes was measured. Give its rate, such as --link 1gbit."
         )
     else:
-        names = list(dict.fromkeys(["ddp", "hetero_ddp", *(one.name for one in found)]))[:4]
-        _scaling(console, cluster, efficiencies(cluster, names, most, every, wire), most, out)
+        names = list(dict.fromkeys(["ddp", "hetero_ddp", *(one.prediction.name for one in found)]))[:4]
+        apart = next(one.prediction for one in found if not one.prediction.exact)
+        _scaling(console, cluster, efficiencies(cluster, names, most, apart.every, apart.wire), most, out)
     console.print("Predicted, not measured: docs/planning.md says what the arithmetic leaves out.")
 
 
@@ -283,15 +289,15 @@ def _can_draw(out: Path, most: int | None) -> None:
         )
 
 
-def _table(found: Sequence[Prediction]) -> Table:
+def _table(found: Sequence[Setting]) -> Table:
     table = Table(box=None, padding=(0, 1, 0, 0))
-    for heading in ("strategy", "step", "exposed", "MB sent", "samples/s", "efficiency", ""):
-        table.add_column(heading, no_wrap=True, justify="left" if heading in ("strategy", "") else "right")
-    for one in found:
+    for heading in ("strategy", "every", "wire", "step", "sent", "samples/s", "kept", "eff.", ""):
+        table.add_column(heading, no_wrap=True, justify="left" if heading in ("strategy", "wire", "") else "right")
+    for one, left_out in found:
         note = "exact" if one.exact else "seldom" if one.seldom else "" if one.repeatable else "async"
-        share, sent = f"{one.exposed / one.step:.0%}", f"{one.sent / 1e6:.3g}"
         speed = f"{one.speed:,.0f}" if one.speed >= 100 else f"{one.speed:.3g}"
-        table.add_row(one.name, _ms(one.step), share, sent, speed, f"{one.efficiency:.0%}", note)
+        numbers = _ms(one.step), f"{one.sent / 1e6:.3g}", speed, f"{one.kept / 1e6:,.0f}", f"{one.efficiency:.0%}"
+        table.add_row(one.name, str(one.every), one.wire, *numbers, f"-{len(left_out)} {note}" if left_out else note)
     return table
 
 
@@ -308,27 +314,36 @@ def _scaling(
         console.print(f"drawn: {out}")
 
 
-def why(cluster: Cluster, found: Sequence[Prediction]) -> list[str]:
-    """The best strategy, and the arithmetic behind it, in two or three lines.
+def why(cluster: Cluster, found: Sequence[Setting]) -> list[str]:
+    """The best settings, why, and what they cost, in a line each.
 
     Args:
         cluster: the ranks, links and model.
-        found: predictions for it, the fastest first.
+        found: by :func:`~lightning_hetero.planning.strategy_choice.search`.
     """
-    best, plain = found[0], next(one for one in found if one.name == "ddp")
-    exact = next(one for one in found if one.exact)
+    best, left_out = found[0]
+    plain = next(one for one in predictions(cluster) if one.name == "ddp")
+    exact = next(one.prediction for one in found if one.prediction.exact)
     gain = best.speed / plain.speed
     than = f"{gain:.2f} times the samples/s of ddp" if gain > 1.005 else "and about as fast is ddp"
     lines = [
-        f"Best: {best.strategy}, {'and no other is faster' if best is plain else than}. An all-reduce of the gradients "
-        f"over all ranks takes {_ms(cluster.gradients())}, that is {cluster.gradients() / cluster.split:.2f} steps; "
-        f"hidden behind the backward pass are at most {cluster.hidden:.0%} of a step."
+        f"Best: {best.strategy}, {'and no other is faster' if best.name == 'ddp' else than}. An all-reduce of the "
+        f"gradients over all ranks takes {_ms(cluster.gradients())}, that is "
+        f"{cluster.gradients() / cluster.split:.2f} steps; hidden behind the backward pass are at most "
+        f"{cluster.hidden:.0%} of a step."
     ]
-    if exact is not best:
-        lines.append(
-            f"Best that is exact: {exact.strategy}, {exact.speed / best.speed:.0%} of that speed. The others train "
-            "replicas apart, and may need more samples to the same loss."
-        )
+    costs = [f"{best.kept / 1e6:,.0f} MB of memory of each rank, beyond model, gradients and optimizer"]
+    if not best.exact:
+        costs.insert(0, f"replicas train apart for {best.every} steps, and may need more samples to the same loss")
+    if best.wire != "fp32":
+        costs.append(f"what they exchange is rounded to {best.wire}")
+    if not best.repeatable:
+        costs.append("two runs differ")
+    if left_out:
+        costs.append(f"ranks {', '.join(map(str, left_out))} are left out")
+    lines.append(f"It costs: {'; '.join(costs)}.")
+    if not best.exact:
+        lines.append(f"Best that is exact: {exact.strategy}, {exact.speed / best.speed:.0%} of that speed.")
     return lines
 
 

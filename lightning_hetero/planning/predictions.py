@@ -8,6 +8,8 @@ from lightning_hetero.planning.cluster import Cluster
 WIRES = {"fp32": 1.0, "bf16": 0.5, "int8": 0.254, "int4": 0.129}
 DASO_EVERY = 4  # steps between two exchanges, by default
 _FRAGMENTS = 4
+#: Bytes per parameter that a rank keeps to average gradients: the buckets of DDP; and on the host, what goes over gloo.
+BUCKETS, OVER_GLOO = 4, 8
 _ANY, _WIDE, _NONE = tuple(WIRES), ("fp32", "bf16"), ("fp32",)
 
 
@@ -24,6 +26,7 @@ class StrategyKind(NamedTuple):
         behind: what an exchange passes in the background of: nothing, one step, or the steps until the next exchange.
         repeatable: whether two runs give the same weights.
         least: the fewest steps between two exchanges.
+        kept: bytes per parameter in memory, beyond model, gradients and optimizer, if a replica is one rank.
     """
 
     name: str
@@ -35,6 +38,7 @@ class StrategyKind(NamedTuple):
     behind: Literal["nothing", "a step", "all steps"] = "nothing"
     repeatable: bool = True
     least: int = 1
+    kept: int = 12
 
     def waited(self, seconds: float, work: float, every: int) -> float:
         """Seconds of each step, in the mean, for which a rank waits for an exchange.
@@ -66,8 +70,8 @@ _NODES = {"replica": "node"}
 AVERAGES = (
     StrategyKind("hetero_node", "NodeAverageStrategy", "every_n_steps", nodes=True),
     StrategyKind("hetero_easgd", "EASGDStrategy", options=_AUTO),
-    StrategyKind("hetero_eamsgd", "EAMSGDStrategy", options=_AUTO),
-    StrategyKind("hetero_diloco", "DiLoCoStrategy", options=_NODES, nodes=True),
+    StrategyKind("hetero_eamsgd", "EAMSGDStrategy", options=_AUTO, kept=16),
+    StrategyKind("hetero_diloco", "DiLoCoStrategy", options=_NODES, nodes=True, kept=16),
     StrategyKind("hetero_easgd_overlap", "EASGDOverlapStrategy", options=_AUTO, behind="a step"),
     StrategyKind(
         "hetero_diloco (streaming)",
@@ -76,6 +80,7 @@ AVERAGES = (
         nodes=True,
         behind="all steps",
         least=2,  # an exchange of a fragment lasts a step at least, and is over before its next one begins
+        kept=16,
     ),
 )
 #: The same, every few steps, whatever is asked for.
@@ -89,21 +94,33 @@ DASO = StrategyKind(
 )
 #: Replicas that visit a center, in turn or as they come.
 CENTERS = (
-    StrategyKind("hetero_easgd_round_robin", "EASGDRoundRobinStrategy", options=_AUTO, wires=_WIDE),
+    StrategyKind("hetero_easgd_round_robin", "EASGDRoundRobinStrategy", options=_AUTO, wires=_WIDE, kept=20),
     StrategyKind(
-        "hetero_easgd_async", "EASGDAsyncStrategy", options=_AUTO, wires=_WIDE, behind="a step", repeatable=False
+        "hetero_easgd_async",
+        "EASGDAsyncStrategy",
+        options=_AUTO,
+        wires=_WIDE,
+        behind="a step",
+        repeatable=False,
+        kept=16,
     ),
     StrategyKind(
-        "hetero_measgd_async", "MEASGDAsyncStrategy", options=_AUTO, wires=_WIDE, behind="a step", repeatable=False
+        "hetero_measgd_async",
+        "MEASGDAsyncStrategy",
+        options=_AUTO,
+        wires=_WIDE,
+        behind="a step",
+        repeatable=False,
+        kept=16,
     ),
-    StrategyKind("hetero_diloco_async", "DiLoCoAsyncStrategy", wires=_NONE, repeatable=False),
+    StrategyKind("hetero_diloco_async", "DiLoCoAsyncStrategy", wires=_NONE, repeatable=False, kept=36),
 )
 #: Replicas that meet in pairs.
 PAIRS = (
-    StrategyKind("hetero_gossip", "GossipStrategy", "every_n_steps", wires=_WIDE, behind="a step"),
-    StrategyKind("hetero_gossip_push_sum", "GossipPushSumStrategy", "every_n_steps", wires=_WIDE),
-    StrategyKind("hetero_gossip_async", "GossipAsyncStrategy", "every_n_steps", wires=_WIDE, repeatable=False),
-    StrategyKind("hetero_noloco", "NoLoCoStrategy", wires=_WIDE),
+    StrategyKind("hetero_gossip", "GossipStrategy", "every_n_steps", wires=_WIDE, behind="a step", kept=24),
+    StrategyKind("hetero_gossip_push_sum", "GossipPushSumStrategy", "every_n_steps", wires=_WIDE, kept=24),
+    StrategyKind("hetero_gossip_async", "GossipAsyncStrategy", "every_n_steps", wires=_WIDE, repeatable=False, kept=24),
+    StrategyKind("hetero_noloco", "NoLoCoStrategy", wires=_WIDE, kept=36),
 )
 
 
@@ -123,6 +140,9 @@ class Prediction(NamedTuple):
         repeatable: whether two runs give the same weights.
         seldom: whether the link lets it exchange less than half as often as its options say. It waits for nobody, and
             its replicas drift apart.
+        every: steps between two exchanges of a replica.
+        wire: number format of these.
+        kept: bytes of memory of a rank, beyond model, gradients and optimizer; on its device and on its host.
     """
 
     name: str
@@ -136,6 +156,9 @@ class Prediction(NamedTuple):
     exact: bool = False
     repeatable: bool = True
     seldom: bool = False
+    every: int = 1
+    wire: str = "fp32"
+    kept: float = 0.0
 
 
 def predictions(cluster: Cluster, every: int = 16, wire: str = "fp32") -> list[Prediction]:
@@ -266,13 +289,16 @@ def _made(
 ) -> Prediction:
     step, options = load.work + load.exposed, options or {}
     speed, sent = cluster.samples / step, load.sent if len(cluster.nodes) > 1 else 0.0
-    if isinstance(kind, str):
-        return Prediction(
-            kind, options, f'"{kind}"', step, load.exposed, sent, speed, speed / cluster.independent_speed, exact
-        )
-    strategy = f"{kind.strategy}({', '.join(f'{name}={_python(value)}' for name, value in options.items())})"
     costs = step, load.exposed, sent, speed, speed / cluster.independent_speed
-    return Prediction(kind.name, options, strategy, *costs, exact, kind.repeatable, load.seldom)
+    parameters, gradients = cluster.size / 4, BUCKETS + OVER_GLOO
+    if isinstance(kind, str):
+        kept = (BUCKETS if kind == "ddp" else gradients) * parameters
+        return Prediction(kind, options, f'"{kind}"', *costs, exact, kept=kept)
+    strategy = f"{kind.strategy}({', '.join(f'{name}={_python(value)}' for name, value in options.items())})"
+    every = DASO_EVERY if kind.every is None else options[kind.every]
+    kept = (kind.kept + (gradients if kind.nodes and cluster.largest > 1 else 0)) * parameters
+    more = every, options.get("wire", "fp32"), kept
+    return Prediction(kind.name, options, strategy, *costs, exact, kind.repeatable, load.seldom, *more)
 
 
 def _python(value: object) -> str:

@@ -1,12 +1,11 @@
 """Choice of a strategy, when the steps of ``hetero_ddp`` have been measured on the cluster."""
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from lightning_hetero.algorithms.schedules import MAX_WAITING
+from lightning_hetero.batching.shares import too_slow
 from lightning_hetero.planning.cluster import Cluster
 from lightning_hetero.planning.predictions import WIRES, Prediction, predictions
 
@@ -108,13 +107,85 @@ def _ms(seconds: float) -> str:
 RAREST = 500
 
 
+#: Steps between two exchanges, as far as they are searched.
+INTERVALS = (*(2**power for power in range(9)), RAREST)
+
+
+class Setting(NamedTuple):
+    """Settings of a strategy, and which ranks take part.
+
+    Attributes:
+        prediction: of the strategy, with its interval and wire.
+        left_out: ranks that do not take part.
+    """
+
+    prediction: Prediction
+    left_out: tuple[int, ...] = ()
+
+    @property
+    def price(self) -> tuple[object, ...]:
+        """Price of the speed, less is better: idle devices, then what makes replicas drift apart."""
+        one = self.prediction
+        return (
+            len(self.left_out),
+            not one.exact,
+            one.every,
+            tuple(WIRES).index(one.wire),
+            not one.repeatable,
+            -one.speed,
+        )
+
+
+def search(cluster: Cluster, every: int | None = None, wire: str | None = None) -> list[Setting]:
+    """The best settings of each strategy, with and without the ranks that slow the job down.
+
+    Of settings that are about as fast as the fastest ones the one counts that costs least otherwise; see ``EQUAL`` and
+    :attr:`Setting.price`.
+
+    Args:
+        cluster: the ranks, links and model.
+        every: steps between two exchanges. Default: all of ``INTERVALS`` are tried.
+        wire: number format between replicas. Default: all are tried.
+
+    Returns:
+        The recommended ones, of all strategies; then those of each other strategy, the fastest first, but last those
+        that could exchange too seldom.
+    """
+    found: dict[str, list[Setting]] = {}
+    for left_out, some in _with_fewer(cluster):
+        for steps in INTERVALS if every is None else (every,):
+            for format_ in WIRES if wire is None else (wire,):
+                for one in predictions(some, steps, format_):
+                    found.setdefault(one.name, []).append(Setting(one, left_out))
+    rows = [_cheapest(settings) for settings in found.values()]
+    best = _cheapest([setting for settings in found.values() for setting in settings])
+    others = [one for one in rows if one.prediction.name != best.prediction.name]
+    return [best, *sorted(others, key=lambda one: (one.prediction.seldom, -one.prediction.speed))]
+
+
+def _cheapest(settings: Sequence[Setting]) -> Setting:
+    """Of those that are about as fast as the fastest one that exchanges often enough."""
+    settings = [one for one in settings if not one.prediction.seldom] or settings
+    most = max(one.prediction.speed for one in settings)
+    return min((one for one in settings if one.prediction.speed >= (1 - EQUAL) * most), key=lambda one: one.price)
+
+
+def _with_fewer(cluster: Cluster) -> Iterator[tuple[tuple[int, ...], Cluster]]:
+    """The cluster, and the same without the ranks that slow it down, if there are some; with the same samples."""
+    yield (), cluster
+    if not cluster.given and (slow := too_slow(cluster.samples, cluster.ranks)) is not None:
+        numbers = iter(range(cluster.world))
+        nodes = [tuple(cost for cost in node if next(numbers) not in slow.ranks) for node in cluster.nodes]
+        yield slow.ranks, replace(cluster, nodes=tuple(filter(None, nodes)))
+
+
 class PossibleChange(NamedTuple):
     """Change of one thing of the cluster, and its gain.
 
     Attributes:
         what: it is, in words.
-        best: the fastest strategy then.
-        gain: its samples per second over those of the fastest one now; 1 is no gain.
+        best: the recommended strategy then.
+        gain: its samples per second over those of the recommended one now; 1 is no gain.
     """
 
     what: str
@@ -122,38 +193,24 @@ class PossibleChange(NamedTuple):
     gain: float
 
 
-def changes(cluster: Cluster, every: int = 16, wire: str = "fp32") -> list[PossibleChange]:
-    """Possible changes, the most helpful first.
+def changes(cluster: Cluster, every: int | None = None, wire: str | None = None) -> list[PossibleChange]:
+    """Possible changes of the machines or the batch, the most helpful first.
 
     Args:
         cluster: as it is.
-        every: steps between two exchanges of strategies that meet now and then.
-        wire: number format between replicas.
+        every: as for :func:`search`.
+        wire: as for :func:`search`.
     """
-    now = predictions(cluster, every, wire)[0].speed
+    now = search(cluster, every, wire)[0].prediction.speed
     slowest = max(cost.seconds(cluster.samples / cluster.world) for cost in cluster.ranks)
-    several = len(cluster.nodes) > 1
-    exchange = (cluster.across() if several else cluster.gradients()) * WIRES[wire]
-    rare = max(min(math.ceil(exchange / MAX_WAITING / cluster.split), RAREST), every)
-    part = exchange / rare / cluster.split
-    options: list[tuple[str, Callable[[], tuple[Cluster, int, str]]]] = [
-        ("twice the samples per step", lambda: (replace(cluster, samples=2 * cluster.samples), every, wire)),
-        ("the slowest ranks as fast as the fastest", lambda: (_alike(cluster, slowest), every, wire)),
+    options = [
+        ("twice the samples per step", replace(cluster, samples=2 * cluster.samples)),
+        ("the slowest ranks as fast as the fastest", _alike(cluster, slowest)),
     ]
-    if rare > every:
-        options.append(
-            (f"exchanges every {rare} steps, each as long as {part:.0%} of them", lambda: (cluster, rare, wire))
-        )
-    if several:
-        options.append(("a link ten times as fast", lambda: (_faster(cluster, 10), every, wire)))
-    if wire == "fp32":
-        options.append(('wire="int8"', lambda: (cluster, every, "int8")))
-    found = []
-    for what, change in options:
-        other, steps, format_ = change()
-        best = predictions(other, steps, format_)[0]
-        found.append(PossibleChange(what, best, best.speed / now))
-    return sorted(found, key=lambda one: -one.gain)
+    if len(cluster.nodes) > 1:
+        options.append(("a link ten times as fast", _faster(cluster, 10)))
+    found = [(what, search(other, every, wire)[0].prediction) for what, other in options]
+    return sorted((PossibleChange(what, best, best.speed / now) for what, best in found), key=lambda one: -one.gain)
 
 
 def _faster(cluster: Cluster, factor: float) -> Cluster:

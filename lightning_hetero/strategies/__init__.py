@@ -23,6 +23,7 @@ from lightning_hetero.strategies.algorithms import (
 )
 from lightning_hetero.strategies.auto import AutoStrategy
 from lightning_hetero.strategies.base import HeteroStrategy
+from lightning_hetero.strategies.fabric import HeteroFabricStrategy
 from lightning_hetero.strategies.replica import ReplicaStrategy, strategy_for
 from lightning_hetero.strategies.table import register
 
@@ -43,6 +44,7 @@ __all__ = [
     "GossipPushSumStrategy",
     "GossipStrategy",
     "HeteroDDPStrategy",
+    "HeteroFabricStrategy",
     "HeteroStrategy",
     "MEASGDAsyncStrategy",
     "NoLoCoStrategy",

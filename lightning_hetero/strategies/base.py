@@ -23,6 +23,7 @@ from lightning_hetero.batching.passes import Passes, batches_of
 from lightning_hetero.checkpoint import directory
 from lightning_hetero.checkpoint.format import explain_unreadable, trainable_in, warn_of_replicas
 from lightning_hetero.checkpoint.shards import Shards
+from lightning_hetero.checkpoint.writer import BackgroundWriter
 from lightning_hetero.comm import device_exit, failures, threads, waits
 from lightning_hetero.comm.agreement import raise_on_all
 from lightning_hetero.comm.job import announce_failure
@@ -371,7 +372,7 @@ class HeteroStrategy(JobStrategy):
     def on_train_start(self) -> None:
         super().on_train_start()
         self.collaborators.nonfinite.begin(searching=lightning_compat.searches_lr(self.trainer))
-        limited = self.options.max_batch_size is not None
+        limited = self.options.max_batch_size is not None or bool(self.options.whole_batches)
         self.step.begin_fit(self.trainer.lightning_module, self.options.balance != "off", limited)
         self._rank_state.begin()
         self.recovery.begin()
@@ -463,7 +464,11 @@ class HeteroStrategy(JobStrategy):
         if view.index != 0:
             return
         if self.options.save_distributed_checkpoint:
-            directory.save(checkpoint, filepath, self.job.small_group(), first=view.is_leader)
+            where = filepath, self.job.small_group(), view.is_leader
+            if isinstance(io := self.checkpoint_io, BackgroundWriter):
+                io.save_in_steps(checkpoint, lambda copied: directory.DirectoryWriter(copied, *where).steps)
+            else:
+                directory.save(checkpoint, *where)
             return
         whole = directory.gathered(checkpoint, first=view.is_leader)
         if view.is_leader:

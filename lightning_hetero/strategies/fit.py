@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     import lightning.pytorch as pl
 
 
-@dataclass
+@dataclass(frozen=True)
 class Fit:
     """The collaborators of a fit in one view of the ranks.
 
@@ -49,7 +49,6 @@ class Fit:
         buckets: chooses the size of DDP's buckets.
         data_group: gives the group in which the replica averages gradients; ``None``: it is one rank.
         drift: compares parameters where the replica has unlike devices.
-        announced_route: how gradients travel, in the words that the user has read.
     """
 
     accounting: BatchAccounting
@@ -60,7 +59,6 @@ class Fit:
     buckets: BucketSize
     data_group: Callable[[], dist.ProcessGroup | None]
     drift: ParameterDriftCheck | None
-    announced_route: str = ""
 
     def ready_for_batch_norm(self, model: torch.nn.Module, layer_sync: Any, lent: GroupOverrides) -> Any:
         """See to BatchNorm, if the model has it: least shares, and over which ranks it normalises.
@@ -116,7 +114,7 @@ class Fit:
         data = view.data_parallel(size)
         # Replicas that differ look when they meet, so that all learn of it at once.
         mode = options.on_nan if view.count == 1 else "ignore"
-        planner = options.planner(data.world, view.ids if view.number else None)
+        planner = options.planner(data.world, data.ids if view.number else None)
         if former is not None and repartition is not None:
             planner = plan_for_survivors(former.accounting.planner, repartition.former_ranks, planner)
 
@@ -163,6 +161,8 @@ class Fit:
             options.max_batch_size is not None,
             costs_of,
             retry,
+            options.whole_batches,
+            options.cost == "samples",
         )
         ranks, small = job.data_parallel_ranks(size), partial(job.small_group, size)
         gathering, several = AsyncAllGather(job.report_group(), size), view.count > 1

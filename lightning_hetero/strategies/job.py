@@ -80,6 +80,7 @@ class JobStrategy(DDPStrategy):
         self.recovery = RecoveryPolicy()
 
     _job: Job | None = None  # once this process has joined
+    announced_route: tuple[View | None, str] = None, ""  # how gradients travel in a view, as the user has read
     _wraps_again = False  # whether the model is about to be wrapped in another DDP
     ticket: JoinTicket | None = None  # if it joins a job that runs, until training starts
     accounting: BatchAccounting
@@ -103,6 +104,7 @@ class JobStrategy(DDPStrategy):
         "store_users",
         "monitored",
         "columns",
+        "announced_route",
     )
 
     def __getstate__(self) -> dict[str, Any]:
@@ -354,7 +356,8 @@ class JobStrategy(DDPStrategy):
         self._settle_plan()
         known = PlanningState.of(self.accounting.planner)
         value_of_rank(known, source).apply_to(self.accounting.planner)
-        past.end(before.view.ids, self.accounting.planner, repartition.start)
+        sharing = before.view.data_parallel(self.options.tensor_parallel)
+        past.end(sharing.ids, self.accounting.planner, repartition.start)
         self.columns = None
         self.build(job, repartition)
         self.engine.take_over(engine, [before.view.index_of(member.id) for member in job.view.replicas])
@@ -529,9 +532,9 @@ class JobStrategy(DDPStrategy):
         self.model = ddp
 
     def _announce_route(self, way: str) -> None:
-        parts, view = self.collaborators, self.job.view
-        if way != parts.announced_route:
-            parts.announced_route = way
+        view = self.job.view
+        if (view, way) != self.announced_route:
+            self.announced_route = view, way
             who = "all ranks" if view.count == 1 else f"ranks {list(view.replica.ranks)}"
             rank_zero_info(f"{type(self).__name__}: gradients of {who} are averaged {way}.")
 

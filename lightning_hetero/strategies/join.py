@@ -85,7 +85,7 @@ def incompatibility(ours: Mapping[str, Any], other: Mapping[str, Any]) -> str | 
 def fits(options: Options, world: int) -> bool:
     """Whether the user's options can be met by so many ranks."""
     try:
-        options.planner(world)
+        options.planner(world // options.tensor_parallel)
         if options.ranks_per_node is not None:
             consecutive(world, options.ranks_per_node)
     except HeteroError:

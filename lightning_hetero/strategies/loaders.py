@@ -15,9 +15,9 @@ from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
 from lightning_hetero.batching.global_batch import GlobalBatchSizes
-from lightning_hetero.batching.passes import CollateInPasses
+from lightning_hetero.batching.passes import CollateInPasses, CollateWhole
 from lightning_hetero.batching.planner import Plan, Planner, Repartition
-from lightning_hetero.batching.sample_costs import SampleCosts, StreamCosts
+from lightning_hetero.batching.sample_costs import BatchCosts, SampleCosts, StreamCosts
 from lightning_hetero.batching.sampler import (
     AgreedOrder,
     Drawn,
@@ -27,11 +27,13 @@ from lightning_hetero.batching.sampler import (
     FixedBatches,
     GlobalBatches,
     GroupedBatches,
+    ListsOfBatches,
     Position,
     RankSlot,
     SharedBatches,
     ShareSampler,
     WholeBatches,
+    batch_slice,
     check_enough,
     has_own_batches,
     is_sharded,
@@ -214,6 +216,8 @@ class Loaders:
         costs_of: what the samples of a map-style dataset or of a ``SharedStream`` cost, if that is known; given
             ``None`` for other data, it sees that no costs were asked for.
         retry: calls a function of what ranks do together, and calls it again if a rank was lost meanwhile.
+        whole: whether batches of the user's batch sampler stay whole; a number: so many of them make a step.
+        by_samples: whether these count by their samples where nobody says what samples cost; else all are alike.
     """
 
     def __init__(
@@ -231,8 +235,10 @@ class Loaders:
         limited: bool = False,
         costs_of: Callable[[Any], SampleCosts | StreamCosts | None] = lambda dataset: None,
         retry: Callable[[Callable[[], Any]], Any] = lambda operation: operation(),
+        whole: bool | int = False,
+        by_samples: bool = False,
     ) -> None:
-        self._costs_of = costs_of
+        self._costs_of, self._whole, self._by_samples = costs_of, whole, by_samples
         self.rank, self.replica, self.planner = rank, replica, planner
         self._begin, self._broadcast, self._peers, self._size_of = begin, broadcast, peers, size_of
         self._retry = retry
@@ -309,13 +315,28 @@ class Loaders:
         return self.evaluation(loader, name)
 
     def training(self, loader: object, sharded_by_user: bool, module: "pl.LightningModule") -> object:
-        """Make a training loader yield this rank's share (collective)."""
+        """Make a training loader yield this rank's share (collective).
+
+        Raises:
+            UnsupportedError: on every rank, if batches are to stay whole, and there are none or no passes.
+        """
         problem: HeteroError | None = None
         kind: Kind = "stream"
         costs: SampleCosts | StreamCosts | None = None
         try:
             kind = kind_of(loader, sharded_by_user, self._sized_by_user, self._balance_iterable)
             costs = self._costs_of(loader.dataset if kind in ("map", "shared stream") else None)  # type: ignore[attr-defined]
+            if self._whole and not (kind == "map" and has_own_batches(loader)):
+                raise UnsupportedError(
+                    f"whole_batches={self._whole} keeps the batches of your own batch sampler whole, and this "
+                    "training dataloader has none. Give DataLoader(batch_sampler=...) with a map-style dataset, or "
+                    "remove the option."
+                )
+            if self._whole and (why := one_pass(module, of_ranks=False)):
+                raise UnsupportedError(
+                    f"whole_batches={self._whole} lets a rank run several batches in a step, each in a pass, which it "
+                    f"cannot here: {why} Remove the option."
+                )
         except HeteroError as error:
             problem = error
         raise_on_all(problem, "the training dataloader")
@@ -332,12 +353,16 @@ class Loaders:
             batches = self._batches(loader, evaluation=False)
             check_enough(samples_in_order(batches), self.planner.world, "training")
             self.planner.expect(None if isinstance(batches, GroupedBatches) else self._batch_size(loader))
-            sampler = ShareSampler(batches, self.rank, self.replica, self._begin_pass, self._cut, costs)
+            by = self._costs_of_batches(loader, batches, costs) if batches.whole else costs
+            sampler = ShareSampler(batches, self.rank, self.replica, self._begin_pass, self._cut, by)
             sampler.padding, sampler.before_draw = self.planner.least, self.planner.ready
             if self._limited:
                 collate = CollateInPasses(loader.collate_fn, self.planner.high[self.rank])  # type: ignore[attr-defined]
                 object.__setattr__(loader, "collate_fn", collate)
             made: object = with_batch_sampler(loader, sampler)
+            if batches.whole:
+                object.__setattr__(loader, "dataset", ListsOfBatches(loader.dataset))  # type: ignore[attr-defined]
+                object.__setattr__(loader, "collate_fn", CollateWhole(loader.collate_fn))  # type: ignore[attr-defined]
         elif kind == "shared stream":
             assert not isinstance(costs, SampleCosts)
             made = self._shared(loader, costs)
@@ -358,6 +383,26 @@ class Loaders:
         self.evaluated.add(sampler)
         indexed = name == "predict"
         return with_batch_sampler(loader, IndexBatchSamplerWrapper(sampler) if indexed else sampler)
+
+    def _costs_of_batches(self, loader: Any, batches: GlobalBatches, costs: SampleCosts | None) -> BatchCosts:
+        """Costs of batches that stay whole; the planner learns how many make a step."""
+        assert isinstance(batches, GroupedBatches)
+        self.planner.whole = batches.world
+        mean = max((sized_len(loader.dataset) or 0) / max(len(batches.sampler), 1), 1.0)
+        by = "by the number of their samples" if self._by_samples else "as if they cost the same"
+        rank_zero_info(
+            f"Batches of your own batch sampler stay whole, {batches.world} in a step of all ranks, and are dealt to "
+            f"ranks {by if costs is None else 'by what their samples cost'}."
+        )
+        return BatchCosts(costs, 0.0 if self._by_samples else mean)
+
+    def in_shares(self, loader: DataLoader) -> Any:
+        """Make a loader of a map-style dataset yield this rank's shares by number of samples, each in one pass."""
+        self.planner.expect(self._batch_size(loader))
+        batches = self._batches(loader, evaluation=False)
+        sampler = ShareSampler(batches, self.rank, self.replica, self._begin, self._cut)
+        sampler.padding = self.planner.least
+        return with_batch_sampler(loader, sampler)
 
     # -- what was drawn ----------------------------------------------------------------------------
 
@@ -396,15 +441,17 @@ class Loaders:
 
     def _batches(self, loader: Any, evaluation: bool) -> GlobalBatches:
         batch_sampler = inner_batch_sampler(loader.batch_sampler)
-        if type(batch_sampler) is not BatchSampler and loader.batch_size is None:
+        whole = bool(self._whole) and loader.batch_size is None
+        if whole or (type(batch_sampler) is not BatchSampler and loader.batch_size is None):
             if self._global_batch_size is not None:
                 raise UnsupportedError(
                     f"global_batch_size={self._global_batch_size} and the batch sampler "
                     f"{type(batch_sampler).__name__} both say how large a batch is. Remove one."
                 )
             if evaluation:
-                return EvaluatedGroups(self._agreed(batch_sampler), self.planner.world)
-            return GroupedBatches(self._agreed(batch_sampler), self.sizes.of_groups())
+                return EvaluatedGroups(self._agreed(batch_sampler), self.planner.world, whole)
+            number = None if isinstance(self._whole, bool) else self._whole
+            return GroupedBatches(self._agreed(batch_sampler), self.sizes.of_groups(number), whole)
         order = self._order(batch_sampler.sampler)
         size = self._batch_size(loader, evaluation)
         if evaluation and not self.planner.limits_measured:  # an evaluation has no passes
@@ -494,21 +541,26 @@ class Loaders:
         return self.planner.at(step), self.planner.rotates
 
     def _cut(
-        self, sampler: ShareSampler, step: int, in_epoch: int, batch: list[int]
-    ) -> tuple[list[int], Sequence[int], Sequence[int]]:
+        self, sampler: ShareSampler, step: int, in_epoch: int, batch: list[Any]
+    ) -> tuple[list[Any], Sequence[int], Sequence[Sequence[int]]]:
         """Cut one loader's batch by cost, or by samples, in proportion to those of loaders that it is combined with."""
         plan, combined = self.planner.at(step), self.combined()
         turn = in_epoch if self.planner.rotates else None  # as `Planner.turn`, of the epoch to which the step belongs
         sources = self.sources()
         if combined is None or len(sources) <= 1:
+            if isinstance(sampler.costs, BatchCosts):
+                batch, own = sampler.costs.deal(plan, batch)
+                sizes = [[len(one) for one in batch_slice(batch, own, rank)] or [0] for rank in range(len(own))]
+                return batch, own, sizes
             self.planner.check_room(len(batch))
             if sampler.costs is not None and not plan.by_samples:
                 batch, own = sampler.costs.deal(plan, batch)
             else:
                 own = plan.split([len(batch)], turn)[0]
-            return batch, own, plan.passes(own)
+            return batch, own, plan.pass_sizes(own)
         shares = plan.split([self._size_at(source, in_epoch, mode_of(combined)) for source in sources], turn)
-        return batch, shares[next(i for i, source in enumerate(sources) if source is sampler)], [1] * len(plan.high)
+        own = shares[next(i for i, source in enumerate(sources) if source is sampler)]
+        return batch, own, [[share] for share in own]
 
     def _begin_pass(self) -> Position:
         sources, combined = self.sources(), self.combined()

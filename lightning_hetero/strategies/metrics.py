@@ -50,7 +50,7 @@ class LoggedInPasses:
     def __init__(self) -> None:
         self.begin([0])
 
-    def begin(self, sizes: Sequence[int]) -> None:
+    def begin(self, sizes: Sequence[float]) -> None:
         """A batch has come; ``sizes``: samples of each pass on it."""
         self._sizes, self._number = sizes, 0
         self._values: dict[str, list[tuple[Tensor, float]]] = {}

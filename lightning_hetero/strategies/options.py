@@ -102,6 +102,9 @@ class Options:
         sample_cost: what each sample costs: a function of its index, or one number for each; for a ``SharedStream`` a
             function of the sample. It is asked where neither the dataset (``sample_costs``, ``sample_cost(index)``,
             ``lengths``) nor the module (``sample_cost(index)``) tells. Default: samples are counted.
+        whole_batches: keep each batch of your own batch sampler whole, such as one of about so many tokens: a fast rank
+            takes several of them per step, each in a pass of its own, a slow one fewer. A number: so many per step of
+            all ranks together; ``True``: as many as ranks. Default: they are put together, and cut by speed.
         rebalance_every_n_steps: how often (in batches) the ranks exchange their measured speeds.
         on_nan: what to do about a loss or gradient that is not finite on some rank, before the optimizer steps:
             ``"error"`` raises on every rank and names it; ``"skip"`` leaves the samples of a rank with such a loss out
@@ -156,6 +159,7 @@ class Options:
     balance_iterable: bool = False
     cost: Rule = "additive"
     sample_cost: Callable[[Any], float] | list[float] | None = None
+    whole_batches: bool | int = False
     rebalance_every_n_steps: int = 4
     on_nan: OnNaN = "error"
     ranks_per_node: int | list[int] | None = None
@@ -219,6 +223,14 @@ class Options:
             raise ConfigurationError(
                 "cost='samples' counts samples, but sample_cost says what they cost. Remove one of the two."
             )
+        if not isinstance(self.whole_batches, bool):
+            at_least_one("whole_batches", self.whole_batches, ", or True, or False")
+        sizes = ("global_batch_size", "min_batch_size", "max_batch_size")
+        if self.whole_batches and (given := [name for name in sizes if getattr(self, name) is not None]):
+            raise ConfigurationError(
+                f"whole_batches={self.whole_batches} with {', '.join(given)}: batches that stay whole are as large as "
+                "your batch sampler makes them. Remove one of the two."
+            )
         one_of("balance_iterable", self.balance_iterable, (True, False))
         if self.balance_iterable and self.balance != "auto":
             raise ConfigurationError(
@@ -236,12 +248,11 @@ class Options:
         one_of("start_method", self.start_method, ("popen", "spawn", "fork", "forkserver"))
         one_of("within", self.within, get_args(Within))
         one_of("between", self.between, get_args(Between))
-        if self.tensor_parallel > 1 and (self.on_peer_loss == "continue" or self.max_batch_size == "auto"):
-            what = "on_peer_loss='continue'" if self.on_peer_loss == "continue" else "max_batch_size='auto'"
+        if self.tensor_parallel > 1 and self.max_batch_size == "auto":
             raise ConfigurationError(
-                f"tensor_parallel_size={self.tensor_parallel_size} with {what}: ranks that get the same samples cannot "
-                "do that yet. Use tensor_parallel_size=1, under which fully_shard splits the model; or leave the other "
-                "option out."
+                f"tensor_parallel_size={self.tensor_parallel_size} with max_batch_size='auto': ranks that get the same "
+                "samples cannot do that yet. Use tensor_parallel_size=1, under which fully_shard splits the model; or "
+                "give max_batch_size numbers."
             )
         if self.between == "nccl" and self.on_peer_loss == "continue":
             raise ConfigurationError(
@@ -264,8 +275,8 @@ class Options:
         _ = self.port_range  # raises
         self._check_memory()
         self._check_loss()
-        given = [x for x in (self.balance, self.min_batch_size, self.max_batch_size) if isinstance(x, list)]
-        self.planner(len(given[0]) if given else 1)  # raises now rather than after the launch
+        lists = [x for x in (self.balance, self.min_batch_size, self.max_batch_size) if isinstance(x, list)]
+        self.planner(len(lists[0]) if lists else 1)  # raises now rather than after the launch
 
     def _check_loss(self) -> None:
         one_of("on_peer_loss", self.on_peer_loss, ("error", "continue"))
@@ -377,11 +388,13 @@ class Options:
 
         Args:
             world: number of ranks.
-            ids: of each rank, its place in the lists that the user gave. Default: its number.
+            ids: of each rank, its number when the job began, by which it has its place in the lists that the user gave.
+                Default: its number.
         """
 
         def of(given: Any) -> Any:
-            return [given[id] for id in ids] if isinstance(given, list) and ids is not None else given
+            places = None if ids is None else [id // self.tensor_parallel for id in ids]
+            return [given[place] for place in places] if isinstance(given, list) and places is not None else given
 
         high = None if self.max_batch_size == "auto" else self.max_batch_size
         return Planner(world, of(self.balance), of(self.min_batch_size), of(high))

@@ -348,7 +348,8 @@ class PeerRecovery(RecoveryPolicy):
             all_progress = [Progress(*agreed.progress[id]) for id in job.view.ids]
             strategy.check_shards(job.view, [(progress.step, progress.exchanges) for progress in all_progress])
             catch_up(collectives, all_progress, own)
-            former_ranks = tuple(before.ids.index(id) for id in job.view.ids)
+            sharing = [view.data_parallel(strategy.options.tensor_parallel).ids for view in (before, job.view)]
+            former_ranks = tuple(map(sharing[0].index, sharing[1]))
             reports = [progress.reports for progress in all_progress]
             repartition = Repartition(former_ranks, max(progress.draw for progress in all_progress), max(reports))
             replica = [all_progress[rank] for rank in job.view.replica.ranks]

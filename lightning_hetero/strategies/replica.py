@@ -256,7 +256,7 @@ class ReplicaStrategy(HeteroStrategy):
         if not training or self.engine.holds or self.collectives.alone():
             return super().lightning_module_state_dict()
         io = self.checkpoint_io
-        if isinstance(io, BackgroundWriter) and self.columns is None:
+        if isinstance(io, BackgroundWriter):
             later = io.consensus_later(super().lightning_module_state_dict())
             if later is not None:
                 return later
@@ -379,8 +379,8 @@ class ReplicaStrategy(HeteroStrategy):
         """
         module, callbacks = self.trainer.lightning_module, self.trainer.callbacks  # type: ignore[attr-defined]
         averager, engine = self.averager, self.engine
-        if self.survives:
-            return None  # a rank that is lost would break connections within the thread
+        if self.survives or self.columns is not None:
+            return None  # a rank that is lost would break connections within the thread; each rank has its own shards
         if averager is None or not engine.averages or engine.view.count == 1 or any(map(averages_weights, callbacks)):
             return None
         if type(averager).consensus not in (Averager.consensus, CenteredAverager.consensus):

@@ -32,6 +32,7 @@ from lightning_hetero.strategies.algorithms import (
 )
 from lightning_hetero.strategies.auto import AutoStrategy
 from lightning_hetero.strategies.base import HeteroStrategy
+from lightning_hetero.strategies.fabric import HeteroFabricStrategy
 from lightning_hetero.strategies.replica import register_name
 
 
@@ -203,6 +204,8 @@ def register() -> None:
     """Make the strategy strings known to Lightning; importing ``lightning_hetero.strategies`` does it."""
     for entry in ENTRIES:
         register_name(entry.name, entry.strategy, entry.what)
+    if "hetero_ddp" not in FABRIC:
+        FABRIC.register("hetero_ddp", HeteroFabricStrategy, "hetero_ddp for Fabric")
     _show_unknown(StrategyRegistry, _explain)
     refuse_elsewhere()
 
@@ -294,7 +297,8 @@ def _refuse_in_fabric(asked: object) -> None:
     if _meant(asked) is not None:
         raise UnsupportedError(
             f"strategy={_shown(asked)} for Fabric: the strategies of lightning_hetero are for the Trainer, which tells "
-            "them where a fit stands; Fabric does not. Use lightning.pytorch.Trainer, or a strategy of Fabric's own."
+            "them where a fit stands; Fabric does not. Use lightning.pytorch.Trainer; or, in lightning.fabric, "
+            "strategy='hetero_ddp' or HeteroFabricStrategy(...), which splits batches by speed there."
         )
 
 

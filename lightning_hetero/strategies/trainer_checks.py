@@ -231,7 +231,7 @@ def needs_one_column(averager: Averager, replicas: Sequence[Sequence[int]], stra
     return UnsupportedError(
         f"{strategy} with a sharded model needs replicas of one size; here they have {[len(r) for r in replicas]} "
         "ranks. Give all replicas the same number of ranks (ranks_per_node); or use hetero_node, hetero_daso, "
-        "hetero_easgd or hetero_diloco."
+        "hetero_easgd, hetero_diloco, hetero_noloco, or hetero_gossip with exchange='pairwise'."
     )
 
 

@@ -20,7 +20,7 @@ from lightning_hetero.algorithms.base import Outcome
 from lightning_hetero.algorithms.engine import Engine
 from lightning_hetero.batching.accounting import BatchAccounting
 from lightning_hetero.batching.nonfinite import NonFiniteGuard
-from lightning_hetero.batching.passes import batches_of, even_sizes
+from lightning_hetero.batching.passes import batches_of
 from lightning_hetero.batching.streams import EvaluatedStream
 from lightning_hetero.batching.weights import (
     gradient_weight,
@@ -152,9 +152,9 @@ class TrainingStep:
         """
         module, drawn = trainer.lightning_module, self._accounting.current()
         self._samples += drawn.total
-        self._batches, self._run = batches_of(batch, drawn.passes), run
+        self._batches, self._run = batches_of(batch, len(drawn.pass_sizes)), run
         self._pass, self._mean = 0, None
-        self._logging.begin(even_sizes(int(drawn.samples), len(self._batches)))
+        self._logging.begin(drawn.pass_sizes)
         if len(self._batches) > 1:
             lightning_compat.ResultOfPasses.of(trainer)
         if callable(measure := getattr(module, "batch_weight", None)):

@@ -25,10 +25,17 @@ class Places(pl.Callback):
         self.seen = {p.device.type for p in module.parameters()}
 
 
-def fit(name: str, shards: bool, path: str | None = None, resume: str | None = None, **options: Any) -> Any:
+def fit(
+    name: str,
+    shards: bool,
+    path: str | None = None,
+    resume: str | None = None,
+    optimizer: str = "adamw",
+    **options: Any,
+) -> Any:
     """The weights, where they were, and waits and work of steps."""
     warnings.filterwarnings("ignore", "Ranks .* share |The checkpoint|Replicas of the job|.*stream does not match")
-    module = ShardedNet("adamw")
+    module = ShardedNet(optimizer)
     module.shards = shards
     places = Places()
     callbacks: list[Any] = [places, *([Saves(path, 7)] if path else [])]

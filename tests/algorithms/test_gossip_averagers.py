@@ -1,15 +1,19 @@
 """One replica's part in gossip: push-sum's weights, and what is too large for the wire."""
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_hetero.algorithms.base import FitInfo, StepContext
-from lightning_hetero.algorithms.gossip import DirectedAverager, FirstComeAverager, GossipAverager, MatchedAverager
+from lightning_hetero.algorithms.gossip import DirectedAverager, FirstComeAverager, MatchedAverager
+from lightning_hetero.algorithms.peers import GossipAverager
 from lightning_hetero.algorithms.push_sum import PushSumAverager
 from lightning_hetero.algorithms.state import start
+from lightning_hetero.comm.gossip import ReceivedPush
+from lightning_hetero.comm.gossip_client import Endpoint
 from lightning_hetero.errors import NotFiniteError
 from lightning_hetero.replicas.vectors import Replica
 
@@ -22,11 +26,14 @@ def push_sum(module: nn.Module) -> PushSumAverager:
 
 
 def alone(found: GossipAverager, module: nn.Module, skip: bool = False) -> None:
-    found.links, found.run = SimpleNamespace(index=0, count=2), FitInfo(skip=skip)
+    links: Any = SimpleNamespace(index=0, count=2, columns=[], in_columns=None, gather=lambda value: [value])
+    found.links, found.run = links, FitInfo(skip=skip)
     found.replica = Replica(module)
     found._packed = found.replica.pack()
     start(found)
     found.reference = [torch.zeros_like(value) for value in found._packed]
+    endpoint = Endpoint("127.0.0.1", "here", 1.0)
+    found.client = found.kind(endpoint, links, found.reference, found.wire, found.met, found.missed)
 
 
 def step(module: nn.Module, size: float) -> None:
@@ -74,8 +81,28 @@ def test_what_is_too_large_for_fp16_does_not_travel(form: str, skip: bool) -> No
     summed = PushSumAverager(wire="fp16")
     one = {"matched": matched, "first_come": first_come, "push": push, "push_sum": summed}[form]
     alone(one, module, skip)
-    laid_out: list[Tensor] = [torch.empty(2, dtype=torch.float16)]
-    one._outgoing = laid_out
     step(module, 1e6)
     with pytest.raises(NotFiniteError):
         one.after_step(StepContext(1, False, [6, 6]))
+
+
+def test_what_came_before_a_replica_was_lost_counts_after_it() -> None:
+    """The weighted sum of this replica and of what has come stays, though the model has not seen it yet."""
+    module = nn.Linear(2, 1, bias=False).double()
+    one = push_sum(module)
+    one._learn(one.pack(), [6, 6])
+    come = ReceivedPush(1, 7, 0.5, [torch.full((2,), 3.0).double()])
+    total = one.x[0] + come.vectors[0]
+    box: list[ReceivedPush] = []
+    client: Any = one.client
+    client.lose, client.waiting, client.restore = lambda *_: None, lambda: [come], box.extend
+    one.met.update({1: 3, 2: 5})
+    one.missed.update({0: 1, 1: 2})
+    one.absorb_arrived([1])
+    assert (one.met, one.missed) == ({1: 5}, {0: 1})  # who was the third is the second now
+    one.after_restore()  # with the connections of those that remain
+    assert [push.peer for push in box] == [-1]  # whose numbers are others
+    one._learn(one.pack(), [12])
+    one._take(box)
+    assert one.weight == 1.5
+    assert torch.allclose(one.x[0], total)

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_hetero.algorithms.daso import mix
-from lightning_hetero.algorithms.schedules import RateSchedule, TauSchedule, phase, smallest_tau
+from lightning_hetero.algorithms.schedules import Phases, RateSchedule, TauSchedule, smallest_tau
 from lightning_hetero.comm.all_reduce import Average
 from lightning_hetero.errors import ConfigurationError
 from lightning_hetero.replicas.vectors import Replica
@@ -63,7 +63,8 @@ def test_the_rates_stay_sane(every: int, wait: int, largest: int, patience: int,
 
 
 def test_phases() -> None:
-    assert [phase(step, 10, 3, 2) for step in range(1, 11)] == ["warm-up"] * 3 + ["cycling"] * 5 + ["cool-down"] * 2
+    phases = [Phases(10, warmup=3, cooldown=2).of_step(step) for step in range(1, 11)]
+    assert phases == ["warm-up"] * 3 + ["cycling"] * 5 + ["cool-down"] * 2
 
 
 def test_an_automatic_wait_is_the_smallest_that_hides_the_exchange() -> None:

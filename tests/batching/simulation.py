@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
+from lightning_hetero.batching.accounting import OPENING
 from lightning_hetero.batching.cost import CostModel, SpeedEstimator
 from lightning_hetero.batching.planner import Plan, Planner, Report
 from lightning_hetero.batching.shares import Cost, makespan, split
@@ -60,7 +61,11 @@ class Cluster:
     """Ranks that report every few steps and follow the plan.
 
     Every rank has a planner of its own, fed with the same reports. As in the strategy, reports sent after a step
-    arrive within the next one, when each rank has drawn one batch more than it said.
+    arrive within the next one, when each rank has drawn one batch more than it said; but those of the opening, and all
+    where ranks go at their own pace, are acted on before another batch is drawn.
+
+    Args:
+        apart: steps from one meeting of all ranks to the next; if it is above 1 they go at their own pace in between.
     """
 
     def __init__(
@@ -72,6 +77,7 @@ class Cluster:
         ahead: Sequence[int] | None = None,
         balance: str = "auto",
         planners: int = 0,
+        apart: int = 1,
     ) -> None:
         self.costs, self.every, self.total = list(costs), every, total
         self.noise: Noise = noise or (lambda step, rank, now, seconds: seconds)
@@ -81,7 +87,8 @@ class Cluster:
             planner.expect(total)
         self.models = [CostModel() for _ in self.costs]
         self.evidence = [SpeedEstimator() for _ in self.costs]
-        self.step, self.now = 0, 0.0
+        self.step, self.apart = 0, apart
+        self.clocks = self.exact = (0.0,) * len(self.costs)  # seconds of each rank with the noise, and without
         self.reports: list[Report] | None = None
         self.shares: list[list[int]] = []
         self.seconds: list[float] = []  # of each step, without the noise
@@ -98,26 +105,36 @@ class Cluster:
 
     def _step(self) -> None:
         if self.reports:
-            made = [planner.update(self.step, self.reports) for planner in self.planners]
-            assert all(plan == made[0] for plan in made), "the ranks have made different plans"
-            if made[0]:
-                self.plans.append((self.step, made[0]))
-            self.reports = None
+            self._act(drawn=1)
         shares = self.planners[0].shares(self.step)
         times = [cost.seconds(n) for cost, n in zip(self.costs, shares, strict=True)]
-        noisy = [self.noise(self.step, rank, self.now, t) for rank, t in enumerate(times)]
+        noisy = [
+            self.noise(self.step, rank, now, t) for rank, (now, t) in enumerate(zip(self.clocks, times, strict=True))
+        ]
+        self.step += 1
+        opening, alone, begun = self.step in OPENING, self.apart > 1, max(self.clocks)
+        meet = opening or self.step % self.apart == 0
+        self.clocks, self.exact = _later(self.clocks, noisy, meet), _later(self.exact, times, meet)
         for laps, model, evidence, n, t in zip(self._laps, self.models, self.evidence, shares, noisy, strict=True):
             model.observe(max(n, 1), t)
             if model.warm:
-                laps.append(StepTiming(max(n, 1), t, max(noisy) - t, 0.0, 0.0, 0.0))
+                laps.append(StepTiming(max(n, 1), t, 0.0 if alone else max(noisy) - t, 0.0, 0.0, 0.0))
                 evidence.observe(laps[-1], model.cost)
-        self.step += 1
-        self.now += max(noisy)
-        if self.step % self.every == 0:
+        if opening or (meet if alone else self.step % self.every == 0):
             self.reports = [self._report(rank) for rank in range(len(self.costs))]
+            if opening or alone:
+                self._act(drawn=0)
         self.shares.append(shares)
         self.seconds.append(max(times))
-        self.measured.append(max(noisy))
+        self.measured.append(max(self.clocks) - begun)
+
+    def _act(self, drawn: int) -> None:
+        reports = [report._replace(drawn=report.drawn + drawn) for report in self.reports or ()]
+        made = [planner.update(self.step, reports) for planner in self.planners]
+        assert all(plan == made[0] for plan in made), "the ranks have made different plans"
+        if made[0]:
+            self.plans.append((self.step, made[0]))
+        self.reports = None
 
     def _report(self, rank: int) -> Report:
         laps, model, evidence = self._laps[rank], self.models[rank], self.evidence[rank]
@@ -127,12 +144,18 @@ class Cluster:
         )
         speed = evidence.speed(model.cost)
         error = speed.noise if model.ready else math.inf
-        drawn = self.step + self.ahead[rank] + 1
+        drawn = self.step + self.ahead[rank]
         cost, means = speed.cost, (samples, compute, wait)
         row = Report(
             cost.fixed, cost.per_sample, error, drawn, *means, len(laps), speed.since, *speed.bump, bends=cost.bends
         ).row
         return Report.of_row(row)
+
+
+def _later(clocks: Sequence[float], seconds: Sequence[float], meet: bool) -> tuple[float, ...]:
+    """The ranks' clocks after a step, after which they may wait for each other."""
+    ends = [now + took for now, took in zip(clocks, seconds, strict=True)]
+    return tuple([max(ends)] * len(ends) if meet else ends)
 
 
 def optimum(costs: Sequence[Cost], total: int) -> float:

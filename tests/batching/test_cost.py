@@ -134,8 +134,14 @@ def test_it_is_ready_after_two_measurements_beyond_the_warm_up():
 
 
 def test_the_warm_up_leaves_no_trace():
-    slow_start = [(16, 3.0), (16, 1.0), *at(16, times=5)]
+    slow_start = [(16, 3.0), (16, 0.049), *at(16, times=5)]
     assert learned(slow_start).cost == learned([*at(16, times=7)]).cost
+
+
+def test_of_long_steps_only_the_first_is_left_out():
+    model = learned([(16, 9.0), (16, 1.0), (16, 1.0)])
+    assert model.ready
+    assert model.predict(16) == pytest.approx(1.0)
 
 
 def test_the_error_covers_what_the_prediction_is_off_by():

@@ -1,6 +1,7 @@
 """Deals by cost, against all assignments of small batches, and against bounds for large ones."""
 
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 
 from lightning_hetero.batching.deal import Machines, deal_additive, deal_padded
 from lightning_hetero.batching.planner import Plan
-from lightning_hetero.batching.sample_costs import SampleCosts, machines_of
+from lightning_hetero.batching.sample_costs import BatchCosts, SampleCosts, machines_of
 from lightning_hetero.batching.shares import Cost, Curve
 
 DEALS = {"additive": deal_additive, "padded": deal_padded}
@@ -157,3 +158,43 @@ def test_what_limits_leave_no_room_for_runs_in_passes():
     order, parts = costs_of([1, 2, 3, 4, 5]).deal(plan, range(5))
     assert sorted(order) == list(range(5))
     assert sorted(parts) == [2, 3]
+
+
+# -- batches that stay whole -------------------------------------------------------------------------
+
+
+def test_whole_batches_are_dealt_as_well_as_can_be():
+    draw, gaps = random.Random(5), []
+    for _ in range(200):
+        world, number = draw.randint(1, 4), draw.randint(1, 8)
+        values = [float(draw.randint(1, 30)) for _ in range(40)]
+        costs = draw.choice([BatchCosts(costs_of(values, draw.random() < 0.5), 0.0), BatchCosts(None, 7.0)])
+        batches = [draw.sample(range(40), draw.randint(1, 6)) for _ in range(number)]
+        speeds = [draw.choice([1.0, 2.0, draw.uniform(0.5, 8)]) for _ in range(world)]
+        plan = Plan(0, tuple(Cost(0.0, k) for k in speeds), (1,) * world, (2**62,) * world)
+        order, counts = costs.deal(plan, batches)
+        assert sorted(order) == sorted(batches)
+        owner = np.repeat(np.arange(world), counts)
+        of_each = np.array([costs.of(batch) for batch in order])
+        machines = Machines.of([0.0] * world, speeds)
+        ours = seconds_of(of_each, owner[:, None], "additive", machines)[0]
+        gaps.append(ours / seconds_of(of_each, every_assignment(number, world), "additive", machines).min() - 1)
+    assert np.mean([gap <= 0.02 for gap in gaps]) >= 0.99
+
+
+def test_a_rank_may_have_no_whole_batch_and_runs_the_smallest_as_padding():
+    plan = Plan(0, (Cost(0.5, 0.5), Cost(4.0, 4.0)), (1, 1), (9, 9))
+    alike = BatchCosts(None, 3.0)
+    assert alike.deal(plan, [[0, 1, 2], [3, 4], [5]]) == ([[0, 1, 2], [3, 4], [5]], [3, 0])
+    assert alike.deal(replace(plan, high=(0, 9)), [[0, 1, 2]]) == ([[0, 1, 2]], [0, 1])
+    assert alike.padded_if_empty([], [[0, 1, 2], [3, 4], [5]], 2) == ([[5, 5]], 3.0)
+    assert alike.padded_if_empty([[3, 4], [5]], [], 2) == ([[3, 4], [5]], 6.0)
+    by_samples = BatchCosts(None, 0.0)
+    assert [by_samples.of([3, 4]), by_samples.deal(plan, [[0, 1, 2]])] == [2.0, ([[0, 1, 2]], [1, 0])]
+    known = BatchCosts(costs_of([1, 2, 4], padded=True), 0.0)
+    assert known.padded_if_empty([], [[0, 1, 2], [2, 1]], 1) == ([[2]], 4.0)
+
+
+def test_whole_batches_are_dealt_by_samples_where_costs_explain_nothing():
+    plan = Plan(0, (Cost(0.0, 1.0), Cost(0.0, 1.0)), (1, 1), (9, 9), by_samples=True)
+    assert BatchCosts(None, 3.0).deal(plan, [[0, 1, 2, 3], [4, 5], [6, 7]])[1] == [1, 2]

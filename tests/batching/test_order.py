@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, WeightedRandomSampler
 from torch.utils.data.distributed import DistributedSampler
 
+from lightning_hetero.batching.global_batch import GlobalBatchSizes
 from lightning_hetero.batching.planner import Planner
 from lightning_hetero.batching.sampler import (
     AgreedOrder,
@@ -280,3 +281,42 @@ def test_ranks_meet_at_one_moment_to_agree_on_a_sampler_or_are_refused(
         else:
             loaders.training(loader, False, pl.LightningModule())
     assert (told[0] == told[1]) == fits
+
+
+# -- batches that stay whole -----------------------------------------------------------------------------
+
+parts_lists = st.lists(st.lists(st.integers(), min_size=1, max_size=6), min_size=1, max_size=14)
+
+
+@given(parts_lists, st.integers(1, 5), st.integers(0, 3))
+def test_whole_batches_are_grouped_and_not_joined(parts, number, first):
+    groups = [parts[i : i + number] for i in range(0, len(parts), number)]
+    assert list(GroupedBatches([*parts, []], number, whole=True).draw(first)) == groups[first:]
+
+
+def test_a_step_keeps_its_number_of_batches_on_other_ranks():
+    first, checkpoint = GlobalBatchSizes(2, None), {}
+    assert first.of_groups(None) == 2
+    first.add_to(checkpoint)
+    for resumed, number in ((True, 2), (False, 3)):
+        sizes = GlobalBatchSizes(3, None)
+        sizes.load(checkpoint)
+        sizes.begin(resumed)
+        assert (sizes.of_groups(None), sizes.of_groups(5)) == (number, 5)
+
+
+@given(parts_lists, st.integers(1, 5))
+def test_in_an_evaluation_each_rank_has_one_of_each_group(parts, world):
+    samples = list(chain(*parts))
+    if len(samples) < world:
+        with pytest.raises(DataError, match=f"yields {len(samples)} samples for {world} ranks"):
+            list(EvaluatedGroups(parts, world, whole=True).draw(0))
+        return
+    groups = list(EvaluatedGroups(parts, world, whole=True).draw(0))
+    assert all(len(group) == world and min(map(len, group)) > 0 for group in groups)
+    assert list(chain(*chain(*groups))) == samples
+    if len(parts) % world == 0:
+        assert list(chain(*groups)) == parts
+    elif len(samples) >= -(-len(parts) // world) * world:  # enough to halve
+        assert len(groups) == -(-len(parts) // world)
+        assert all(any(same == piece or set(piece) <= set(same) for same in parts) for piece in chain(*groups))

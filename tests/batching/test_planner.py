@@ -712,3 +712,13 @@ def test_the_users_upper_limits_hold_for_any_batch():
     assert max(plan.split([160])[0]) == 40
     assert plan.passes(plan.split([160])[0]) == [1, 1, 1, 1]
     assert max(plan.passes(plan.split([161])[0])) == 2
+
+
+def test_what_a_part_costs_in_passes_and_of_whole_batches():
+    planner, cost = Planner(2, high=[4, 8]), Cost(10.0, 1.0)
+    planner.expect(12)
+    assert planner.cost_of_part(0, cost) == cost
+    planner.expect(13)
+    assert planner.cost_of_part(0, cost) == Stepwise(cost, 4)
+    planner.whole = 2
+    assert planner.cost_of_part(0, cost) == Cost(0.0, (10.0 + 6.5) / 6.5)

@@ -132,7 +132,7 @@ def ranks_that_draw(world, plans, costs, samples, position):
     def cut(sampler, step, in_epoch, batch):
         plan = next(plan for plan in reversed(plans) if plan.start <= step)
         order, shares = costs.deal(plan, batch)
-        return order, shares, plan.passes(shares)
+        return order, shares, plan.pass_sizes(shares)
 
     return [
         ShareSampler(FixedBatches(range(samples), 12, False), rank, range(world), lambda: position, cut, costs)

@@ -54,7 +54,7 @@ class Rank:
         self.asked.append((step, in_epoch, len(batch)))
         plan = self.planner.at(step)
         shares = plan.split([len(batch)])[0]
-        return batch, shares, plan.passes(shares)
+        return batch, shares, plan.pass_sizes(shares)
 
     def go_to(self, epoch, batch=0, step=None):
         self.position = Position(epoch, batch, epoch * len(self.sampler) + batch if step is None else step)

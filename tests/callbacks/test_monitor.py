@@ -76,7 +76,7 @@ def test_all_ranks_keep_the_same_history_and_rank_zero_logs_it() -> None:
     record, (_, metrics) = history[1], rows[1]
     assert set(metrics) == {
         f"hetero/{name}/rank{i}" for name in ("share", "samples_per_s", "compute_s", "wait_s") for i in (0, 1)
-    } | {"hetero/samples_per_s", "hetero/waiting"}
+    } | {f"hetero/{name}" for name in ("samples_per_s", "waiting", "ranks", "replicas")}
     assert metrics["hetero/share/rank0"] == 6
     assert metrics["hetero/samples_per_s/rank1"] == pytest.approx(2 / record.compute[1])
     step = (sum(record.compute) + sum(record.wait)) / 2
@@ -101,10 +101,10 @@ def test_what_is_kept_and_logged_whatever_the_fit() -> None:
     # The shares are those of the plan, even for a rank that only repeats a sample; a stream has what ranks process.
     assert first["padding"]["history"][0][1:3] == ((8, 0), (8.0, 1.0))
     assert first["a stream"]["history"][0][1] == (4, 4)
-    assert [row[0] for row in first["epochs"]["history"]] == [9, 17, 25, 33, 41, 49, 57]  # once, of 60 steps
+    assert [row[0] for row in first["epochs"]["history"]] == [3, 4, 8, 16, 25, 33, 41, 49, 57]  # once, of 60 steps
     # Batches are counted; what is logged is logged at optimizer steps.
-    assert [row[0] for row in first["accumulation"]["history"]] == [5, 9, 13, 17]
-    assert [step for step, _ in rows_with(first["accumulation"], "hetero/waiting")] == [2, 4, 6, 8]
+    assert [row[0] for row in first["accumulation"]["history"]] == [3, 4, 8, 13, 16]
+    assert [step for step, _ in rows_with(first["accumulation"], "hetero/waiting")] == [1, 3, 6, 7]
 
 
 def test_other_strategies_are_refused() -> None:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from lightning_hetero.batching.shares import Cost, Curve
+from lightning_hetero.batching.shares import Cost, Curve, Stepwise
 from lightning_hetero.callbacks.monitor_data import DealtByCost, ExchangeRecord, FitRecord, RankRecord, StepSpan
 from lightning_hetero.callbacks.verdict import RankTotals, judge, totals, verdict_of
 
@@ -14,7 +14,7 @@ PROPORTIONAL = Cost(0.0, 0.01)
 
 def rank(
     number: int, samples: float, compute: float, data: float = 0.0, wait: float = 0.0, exchange: float = 0.0,
-    network: float = 0.0, cost: Cost | None = PROPORTIONAL, seen: tuple[float, float] = (1, 100),
+    network: float = 0.0, cost: Cost | Stepwise | None = PROPORTIONAL, seen: tuple[float, float] = (1, 100),
 ) -> RankTotals:  # fmt: skip
     """A rank's 10 steps; times in seconds. Without a fixed cost, unless said otherwise."""
     return RankTotals(number, 10, samples, data, compute, wait, exchange, network, cost=cost, seen=seen)
@@ -272,3 +272,12 @@ def test_ranks_are_compared_by_their_curves() -> None:
     twins = [rank(i, 10 * n, 10 * curve.seconds(n), cost=curve, seen=(8, 24)) for i, n in enumerate((8, 24))]
     assert [twin.scale(16) for twin in twins] == pytest.approx([1.0, 64 / 96])
     assert judge(twins, True, True).times == pytest.approx(1.0)
+
+
+def test_an_even_split_pays_for_its_passes() -> None:
+    """4 and 12 samples of at most 4 in a pass: one pass and three, and two of each rank with an even split."""
+    cost = Stepwise(Cost(0.010, 0.001), 4)
+    ranks = [rank(i, 10 * n, 10 * cost.seconds(n), cost=cost, seen=(n, n)) for i, n in enumerate((4, 12))]
+    assert [one.scale(8) for one in ranks] == pytest.approx([28 / 14, 28 / 42])
+    assert ranks[1].scale(6) is None  # passes of 3 samples have never been run
+    assert judge(ranks, True, True).gain == pytest.approx(28 / 42)

@@ -77,7 +77,7 @@ class Proxy:
                 to.sendall(b"\n")
             while True:
                 header = read(source, HEADER.size)
-                kind, count, size = (HEADER.unpack(header)[i] for i in (3, 6, 7))
+                kind, count, size = (HEADER.unpack(header)[i] for i in (1, 3, 4))
                 passed = self.judge(NAMES[side].get(kind, "?"), header + read(source, 8 * count + size))
                 if passed is None:
                     break
@@ -102,7 +102,7 @@ class Member:
         self, index: int, weight: float, limit: float, size: int = 3, token: bytes = TOKEN, interface: str = "127.0.0.1"
     ) -> None:
         self.x, self.weight, self.met = torch.zeros(size, dtype=torch.float64), weight, 0
-        self.pairing = PairTransport(index, Session(token, 1, limit), interface, [self.x])
+        self.pairing = PairTransport(index, Session(token, limit), interface, [self.x])
         self.path = self.pairing.outbox.path
 
     def offer(self, whom: Sequence[int], turn: float = ANY) -> None:

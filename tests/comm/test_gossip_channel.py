@@ -13,10 +13,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_hetero.comm.gossip_peers import MessageKind, PeerChannel, PeerMessage, RefusedError
+from lightning_hetero.comm.gossip_peers import MessageKind
+from lightning_hetero.comm.transport import RefusedError, VectorChannel, VectorMessage
 
-TOKEN, HEADER = bytes(range(16)), struct.Struct("!4s16sIIIQIQI")
-FIELDS = {"magic": 4, "token": 16, "epoch": 4, "kind": 4, "sender": 4, "serial": 8, "numbers": 4, "size": 8, "crc": 4}
+TOKEN, HEADER = bytes(range(16)), struct.Struct("!16sIQIQI")
+FIELDS = {"token": 16, "kind": 4, "serial": 8, "numbers": 4, "size": 8, "crc": 4}
 AT = dict(zip(FIELDS, itertools.accumulate(FIELDS.values(), initial=0), strict=False))
 VECTORS = (torch.arange(5, dtype=torch.float64), torch.tensor([1.5, -2.0], dtype=torch.bfloat16))
 
@@ -36,13 +37,11 @@ def places(kind: MessageKind | None = None, vectors: Sequence[Tensor] = VECTORS)
     return [torch.zeros_like(vector) for vector in vectors]
 
 
-def recorded(
-    *messages: tuple[MessageKind, Sequence[float], Sequence[Tensor]], token: bytes = TOKEN, epoch: int = 1
-) -> bytes:
+def recorded(*messages: tuple[MessageKind, Sequence[float], Sequence[Tensor]], token: bytes = TOKEN) -> bytes:
     """What messages look like on the wire."""
     one, other = line()
     with one, other:
-        channel = PeerChannel(one, token, epoch, 2)
+        channel = VectorChannel(one, token, 2)
         sent = sum(channel.send(*message, soon()) for message in messages)
         channel.close()
         found = b"".join(iter(lambda: other.recv(1 << 16), b""))
@@ -50,15 +49,13 @@ def recorded(
         return found
 
 
-def delivered(
-    wire: bytes, count: int = 1, into: Any = places, token: bytes = TOKEN, epoch: int = 1
-) -> list[PeerMessage]:
+def delivered(wire: bytes, count: int = 1, into: Any = places, token: bytes = TOKEN) -> list[VectorMessage]:
     """What somebody makes of bytes."""
     one, other = line()
     with one, other:
         one.sendall(wire)
         one.shutdown(socket.SHUT_WR)
-        channel = PeerChannel(other, token, epoch, 0)
+        channel = VectorChannel(other, token, 0)
         return [channel.receive(into, soon(1.0)) for _ in range(count)]
 
 
@@ -73,7 +70,7 @@ def test_messages_arrive_bitwise() -> None:
     assert HEADER.size == sum(FIELDS.values())
     assert len(PUSH) == HEADER.size + 16 + 44
     [message] = delivered(PUSH)
-    assert (message.kind, message.sender, message.numbers) == (MessageKind.PUSH, 2, (3.0, 0.25))
+    assert (message.kind, message.numbers) == (MessageKind.PUSH, (3.0, 0.25))
     assert all(torch.equal(a, b) for a, b in zip(message.vectors, VECTORS, strict=True))
     several = recorded((MessageKind.ASK, (1.0,), ()), (MessageKind.SWAP, (), VECTORS), (MessageKind.NO, (), ()))
     assert [m.kind for m in delivered(several, 3)] == [MessageKind.ASK, MessageKind.SWAP, MessageKind.NO]
@@ -88,7 +85,7 @@ def test_a_flipped_byte_of_the_payload(at: int) -> None:
 
 @pytest.mark.parametrize(
     ("field", "reason"),
-    [("magic", "token"), ("token", "token"), ("epoch", "epoch"), ("serial", "replayed"), ("crc", "damaged")],
+    [("token", "token"), ("serial", "replayed"), ("crc", "damaged")],
 )
 def test_a_flipped_byte_of_the_header(field: str, reason: str) -> None:
     for at in range(AT[field], AT[field] + FIELDS[field]):
@@ -103,26 +100,22 @@ def test_a_flipped_byte_of_a_length(field: str) -> None:
             delivered(flipped(PUSH, at, 1 << random.randrange(8)) + bytes(8 * 64))
 
 
-@pytest.mark.parametrize("field", ["kind", "sender"])
-def test_a_flipped_byte_of_what_the_header_says(field: str) -> None:
-    for at, bit in itertools.product(range(AT[field], AT[field] + FIELDS[field]), range(8)):
+def test_a_flipped_byte_of_the_kind() -> None:
+    for at, bit in itertools.product(range(AT["kind"], AT["serial"]), range(8)):
         with pytest.raises(RefusedError):
             delivered(flipped(PUSH, at, 1 << bit))
 
 
-def test_unknown_kinds() -> None:
+def test_another_kind() -> None:
     for kind in (0, 9, 255, 2**32 - 1):
-        wire = PUSH[: AT["kind"]] + struct.pack("!I", kind) + PUSH[AT["sender"] :]
+        wire = PUSH[: AT["kind"]] + struct.pack("!I", kind) + PUSH[AT["serial"] :]
         with pytest.raises(RefusedError, match="damaged"):
             delivered(wire)
 
 
-def test_another_job_or_membership() -> None:
+def test_another_job() -> None:
     with pytest.raises(RefusedError, match="token"):
         delivered(recorded((MessageKind.NO, (), ()), token=bytes(16)))
-    for epoch in (0, 2):
-        with pytest.raises(RefusedError, match="epoch"):
-            delivered(recorded((MessageKind.NO, (), ()), epoch=epoch))
 
 
 def test_replays_gaps_and_swaps() -> None:
@@ -166,7 +159,7 @@ def test_garbage() -> None:
             delivered(wire)
     for _ in range(50):
         with pytest.raises((RefusedError, OSError)):
-            delivered(draw.randbytes(draw.randrange(100)) if draw.random() < 0.5 else draw.randbytes(56) + PUSH[56:])
+            delivered(draw.randbytes(draw.randrange(100)) if draw.random() < 0.5 else draw.randbytes(44) + PUSH[44:])
 
 
 def test_any_beginning_of_a_message_is_none() -> None:
@@ -176,7 +169,7 @@ def test_any_beginning_of_a_message_is_none() -> None:
             one.sendall(PUSH[:length])
             one.close()
             with pytest.raises(ConnectionError):
-                PeerChannel(other, TOKEN, 1, 0).receive(places, soon())
+                VectorChannel(other, TOKEN, 0).receive(places, soon())
 
 
 @pytest.mark.parametrize("drip", [False, True])
@@ -196,7 +189,7 @@ def test_the_deadline_is_of_the_whole_message(drip: bool) -> None:
     with one, other:
         began = time.monotonic()
         with pytest.raises(TimeoutError):
-            PeerChannel(other, TOKEN, 1, 0).receive(places, soon(0.3))
+            VectorChannel(other, TOKEN, 0).receive(places, soon(0.3))
         assert 0.25 < time.monotonic() - began < 20
         stop.set()
         if drip:
@@ -208,7 +201,7 @@ def test_sending_has_a_deadline_too() -> None:
     with one, other:
         began = time.monotonic()
         with pytest.raises(TimeoutError):
-            PeerChannel(one, TOKEN, 1, 0).send(
+            VectorChannel(one, TOKEN, 0).send(
                 MessageKind.SWAP, (), [torch.zeros(1 << 23)], soon(0.3)
             )  # nobody reads 32 MiB
         assert 0.25 < time.monotonic() - began < 20
@@ -217,7 +210,7 @@ def test_sending_has_a_deadline_too() -> None:
 def test_closing_ends_a_receive_on_another_thread() -> None:
     one, other = line()
     with one, other:
-        channel, ended = PeerChannel(other, TOKEN, 1, 0), []
+        channel, ended = VectorChannel(other, TOKEN, 0), []
 
         def wait() -> None:
             try:

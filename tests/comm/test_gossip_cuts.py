@@ -9,7 +9,8 @@ import torch
 from gossip_team import Judge, Proxy, meet, team, total
 
 from lightning_hetero.comm.gossip import ANY, PairExchange, PairResult
-from lightning_hetero.comm.gossip_peers import MessageKind, refuse_vectors
+from lightning_hetero.comm.gossip_peers import MessageKind
+from lightning_hetero.comm.transport import refuse_vectors
 
 LIMIT = 0.5
 MESSAGES = ["ASK", "YES", "SWAP", "BACK", "COMMIT", "DONE"]
@@ -73,9 +74,9 @@ def _hasty(self: PairExchange, peer: int, turn: float, weight: float, agreed: Ca
     """Counts the exchange that it has asked for already at COMMIT."""
     channel, numbers, peers = self._peers.channel(peer), (turn, weight, 1.0), self._peers
     channel.send(MessageKind.ASK, numbers, (), peers.deadline_in())
-    assert channel.receive(refuse_vectors, peers.deadline_in()).kind is MessageKind.YES
+    assert channel.receive(refuse_vectors, peers.deadline_in()).kind == MessageKind.YES
     assert agreed()
-    channel.send(MessageKind.SWAP, numbers, self._outbox.vectors, peers.deadline_in())
+    channel.send(MessageKind.SWAP, numbers, self._transport.outbox.vectors, peers.deadline_in())
     answer = channel.receive(lambda _: self.inbox, peers.deadline_in())
     channel.send(MessageKind.COMMIT, (), (), peers.deadline_in())
     return PairResult(peer, answer.numbers[1], self.inbox, 0)

@@ -30,7 +30,7 @@ class Giver:
         self, index: int, x: Sequence[float], limit: float, token: bytes = TOKEN, interface: str = "127.0.0.1"
     ) -> None:
         self.x, self.w = torch.tensor(x, dtype=torch.float64), 1.0
-        self.pushing = PushTransport(index, Session(token, 1, limit), interface, [self.x])
+        self.pushing = PushTransport(index, Session(token, limit), interface, [self.x])
         self.path = self.pushing.outbox.path
 
     def give(self, to: Sequence[int], turn: int) -> list[bool]:
@@ -185,7 +185,7 @@ def test_a_message_is_late(name: str, times: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "at", "reason"), [("PUSH", -1, "damaged"), ("YES", 22, "epoch")],
+    ("name", "at", "reason"), [("PUSH", -1, "damaged"), ("YES", 27, "replayed")],
 )  # fmt: skip
 def test_a_flipped_byte_is_refused_and_counted(name: str, at: int, reason: str) -> None:
     gone, came, off, refused = push_in(once(name, flip(at)))

@@ -278,6 +278,10 @@ class Unending:
             yield [0, 1]
 
 
+def own_batches() -> DataLoader:
+    return DataLoader(dataset(96), batch_sampler=[[0, 1], [2, 3, 4], [5, 6]])
+
+
 def own_sampler() -> DataLoader:
     return DataLoader(dataset(96), batch_size=4, sampler=DistributedSampler(dataset(96), 2, rank()))
 

@@ -195,8 +195,9 @@ class Killed(pl.Callback):
 
 
 def parameters(module: nn.Module) -> torch.Tensor:
-    """All parameters, flat, float64."""
-    return torch.cat([p.detach().double().reshape(-1) for p in module.parameters()])
+    """All parameters, flat, float64; of shards the whole (collective over the replica)."""
+    values = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in module.parameters()]
+    return torch.cat([value.detach().double().reshape(-1) for value in values])
 
 
 def rank() -> int:

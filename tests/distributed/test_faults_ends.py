@@ -35,6 +35,13 @@ def test_one_after_another_until_one_is_left(tmp_path: Path, name: str) -> None:
     assert [list(loss.lost) for loss in last.losses] == [[0], [1], [3]]
 
 
+@pytest.mark.long(after=1)
+@pytest.mark.parametrize("step", [2, 3])
+@pytest.mark.parametrize("name", ["ddp", "diloco", "gossip_async"])
+def test_a_rank_that_the_others_wait_for_in_their_first_meetings(tmp_path: Path, name: str, step: int) -> None:
+    went_on(strike(tmp_path, name, [Strike(1, step, "killed")]), {1: DIED})
+
+
 @pytest.mark.parametrize("name", FEW)
 def test_fewer_than_the_user_wants(tmp_path: Path, name: str) -> None:
     outcomes = strike(tmp_path, name, [Strike(1, 5, "killed")], min_replicas=3)

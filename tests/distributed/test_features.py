@@ -98,6 +98,9 @@ def test_when_a_rank_that_lightning_started_fails_its_name_is_said(tmp_path: Pat
     status, output = done.returncode, done.stdout + done.stderr
     assert f"a fault of rank {failing}" in output
     assert status == 1, output  # by its own error, not killed
-    if failing == 1:
-        assert "local rank 1 ended with exit code 1" in output
-        assert "rank 1 failed with ValueError: a fault of rank 1" in output
+    report = output[output.index(f"lightning_hetero: rank {failing} of 2 on ") :].splitlines()
+    assert report[0].endswith("failed:")
+    assert len(report) <= 12  # four lines of the traceback's frames
+    assert output.count("Traceback") == 1
+    assert f"rank {1 - failing} of 2" in report[-1]
+    assert f"ended because rank {failing} failed with ValueError: a fault of rank {failing}." in report[-1]

@@ -53,17 +53,19 @@ class Gap(GossipAsyncStrategy):
         state, consensus = averager.before_save, averager.consensus
 
         def hold(context: Any) -> Any:
-            averager._transport.resume = lambda: None
+            averager.client.transport.resume = lambda: None
+            averager.before_save = state
             mean = consensus(context)
-            del averager._transport.resume
+            averager.before_save = late
+            del averager.client.transport.resume
             return mean
 
         def late() -> Any:
             if self.global_rank == 1:  # out of the way
-                averager._transport.resume = lambda: None
+                averager.client.transport.resume = lambda: None
             if self.global_rank == 2:
                 time.sleep(0.3)
-                averager._transport.resume()
+                averager.client.transport.resume()
                 time.sleep(0.5)
             return state()
 

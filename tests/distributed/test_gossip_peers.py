@@ -43,7 +43,7 @@ class Waits(pl.Callback):
         self.seconds: list[float] = []
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
-        self.seconds.append(trainer.strategy.averager._transport.peers.session.deadline)
+        self.seconds.append(trainer.strategy.averager.client.transport.peers.session.deadline)
 
 
 def _alone() -> Any:
@@ -184,7 +184,7 @@ class Watch(pl.Callback):
 
     def on_train_end(self, trainer: pl.Trainer, *_: Any) -> None:
         averager = trainer.strategy.averager
-        self.held = self.weights[-1] + sum(push.weight for push in averager._transport.waiting())
+        self.held = self.weights[-1] + sum(push.weight for push in averager.client.transport.waiting())
 
 
 def _thawing(rates: list[float]) -> Any:

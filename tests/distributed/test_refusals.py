@@ -127,6 +127,7 @@ def unfrozen(kind: Any, options: Any, error: type[HeteroError], callback: pl.Cal
 AUTO = {"moving_rate": "auto"}
 EVEN = {"balance": "off", "global_batch_size": None}
 THREE = {"max_batch_size": 3}
+WHOLE = {"whole_batches": 3}
 SEARCHED = {"max_batch_size": "auto", "max_batch_memory": "1GB"}
 HOSTS = {"host": ["host0", "host1"]}  # where a rank thinks it is
 TIMED = {"val_check_interval": "00:00:00:05", "check_val_every_n_epoch": None}
@@ -163,6 +164,11 @@ TWO_RANKS = [
         load={"batch_size": 4, "collate_fn": dict},
         late=True,
     ),
+    ddp(UnsupportedError, "and this training dataloader has none", options=WHOLE),
+    ddp(UnsupportedError, "and this training dataloader has none", options=WHOLE, data=bad.shared),
+    ddp(UnsupportedError, "with manual optimization", options=WHOLE, loader=bad.own_batches, module=bad.TrainsItself),
+    ddp(UnsupportedError, "dist_sync_on_step=True", options=WHOLE, loader=bad.own_batches, module=bad.SyncedMetric),
+    ddp(DisagreementError, "whole_batches: rank 0: 2, rank 1: 3", by_rank={"whole_batches": [2, 3]}),
     ddp(ShareError, "8 samples is too small", options={"min_batch_size": 5}),
     ddp(ShareError, "1 samples is too small for 2 ranks", options={"global_batch_size": 1}),
     ddp(ConfigurationError, "does not fit 2 ranks", options={"ranks_per_node": 3}),

@@ -13,7 +13,7 @@ import pytest
 from growing import LATE
 from ranks import Outcome, attempt, free_port
 from tasks import FAST, Killed, dataset
-from test_sharded_models import STRATEGIES, SYNCHRONOUS, ShardedNet, distance, whole
+from test_sharded_models import STRATEGIES, SYNCHRONOUS, ShardedNet, TensorParallel, distance, whole
 from torch.utils.data import DataLoader
 
 from lightning_hetero.elastic import join_requests
@@ -134,6 +134,19 @@ def test_a_replica_joins_as_a_whole_one_does(name: str, size: int, tmp_path: Pat
         assert distance(weights, ours[0][0]) < 1e-12
     assert sorted(starts[-1][1] for _, starts, _ in ours) == list(range(world))
     assert distance(ours[0][0], theirs[0][0]) < 1e-10
+
+
+def test_ranks_that_split_layers_join_as_a_replica(tmp_path: Path) -> None:
+    """Two pairs, and one that joins, train as two ranks with whole models and one that joins."""
+    options = {"tau": 4, "replica": "node"}
+    pairs = {"kind": TensorParallel, "tensor_parallel_size": 2}
+    ours = values(grow([2, 2], [2], fit, "hetero_diloco", str(tmp_path / "pairs"), 2, **options, **pairs))
+    theirs = values(
+        grow([2], [1], fit, "hetero_diloco", str(tmp_path / "whole"), 1, shards=False, ranks_per_node=1, **options)
+    )
+    for weights, starts, _ in ours:
+        assert starts[-1][::2] == (JOINS_AT + 1, 6)
+        assert distance(weights, theirs[0][0]) < 1e-10
 
 
 #: In which ways replicas begin, which rank is killed before others join, and whether one of these dies on its way.

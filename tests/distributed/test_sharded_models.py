@@ -16,12 +16,12 @@ from tasks import FAST, Killed, Net, TokenNet, dataset
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_hetero import SharedStream
-from lightning_hetero.callbacks import ResumableCheckpoint
+from lightning_hetero import HeteroMonitor, SharedStream
 from lightning_hetero.errors import CheckpointError, HeteroError, NotFiniteError, UnsupportedError
 from lightning_hetero.strategies.table import ENTRIES
 
@@ -103,7 +103,7 @@ SYNCHRONOUS: dict[str, dict[str, Any]] = {
     "hetero_gossip_push_sum": {"replica": "node"},
 }
 #: Strings whose ranks exchange all of their shards in one column.
-ONE_COLUMN = ("hetero_easgd_round_robin", "hetero_noloco", "hetero_gossip", "hetero_gossip_push_sum")
+ONE_COLUMN = ("hetero_easgd_round_robin", "hetero_gossip_push_sum")
 SHAPES = {"2x2": [2, 2], "2+1": [2, 1], "1x3": [1, 1, 1]}
 
 
@@ -466,10 +466,10 @@ def test_precisions(precision: str, dtype: torch.dtype) -> None:
     assert all(distance(ours[0], each) == 0 for each in ours)
 
 
-def bytes_sent() -> tuple[int, int, int]:
+def bytes_sent(sizes: list[int]) -> tuple[int, int, int]:
     """Bytes that this rank has sent between replicas, exchanges, and values of its shards."""
     module = ShardedNet()
-    strategy = STRATEGIES["hetero_node"](ranks_per_node=2, every_n_steps=2)
+    strategy = STRATEGIES["hetero_node"](ranks_per_node=sizes, every_n_steps=2)
     trainer = pl.Trainer(strategy=strategy, max_steps=8, **FAST)
     trainer.fit(module, DataLoader(dataset(101), batch_size=4))
     shards = sum(p.to_local().numel() for p in module.parameters())
@@ -479,8 +479,9 @@ def bytes_sent() -> tuple[int, int, int]:
     return strategy.traffic.bytes, strategy.traffic.exchanges, shards
 
 
-def test_each_byte_crosses_once() -> None:
-    found = run(bytes_sent, 4)
+@pytest.mark.parametrize("sizes", [[2, 2], [2, 1]])
+def test_each_byte_crosses_once(sizes: list[int]) -> None:
+    found = run(bytes_sent, sum(sizes), sizes)
     whole_model = 8 * 16 + 16 + 16 + 1
     for replica in (found[:2], found[2:]):
         assert sum(shards for *_, shards in replica) == whole_model
@@ -555,19 +556,35 @@ class Later(Sharded, Net):
         fully_shard(self.net, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
 
 
-class ReadsSizes(Sharded, Net):
-    """As a module for a job of four ranks that Lightning's strategy would start."""
+class OverThreeDimensions(Sharded, Net):
+    def configure_model(self) -> None:
+        mesh = init_device_mesh("cpu", (1, 1, dist.get_world_size()))
+        for layer in self.net:
+            for name, value in list(layer.named_parameters()):
+                shards = distribute_tensor(value.detach(), mesh, [Replicate(), Replicate(), Shard(0)])
+                layer.register_parameter(name, nn.Parameter(shards))
+
+
+class ReadsSizes(ShardedNet):
+    """As a module for replicas of two ranks that Lightning's strategy would start."""
 
     def configure_model(self) -> None:
-        assert self.device_mesh["data_parallel"].size() == 4, "this module is for four ranks"
+        assert self.device_mesh["data_parallel"].size() == 2, "this module is for two ranks"
+        super().configure_model()
 
 
 REFUSED: dict[str, tuple[str, type[Any], dict[str, Any], str]] = {
     "over the world": ("hetero_node", OverTheWorld, {"ranks_per_node": [2, 1]}, "is sharded over ranks"),
+    "three dimensions": ("hetero_ddp", OverThreeDimensions, {}, "over a mesh of 3 dimensions, (1, 1, 3). Use self."),
     "partly": ("hetero_ddp", Partly, {}, "is not sharded, and other parameters are"),
     "elsewhere": ("hetero_ddp", Later, {}, "but not in `configure_model`"),
     "sizes": ("hetero_ddp", ShardedNet, {"data_parallel_size": 2}, "data_parallel_size=2 times"),
-    "gossip": ("hetero_gossip", ShardedNet, {"replica": "node", "ranks_per_node": [2, 1]}, "replicas of one size"),
+    "push": (
+        "hetero_gossip_push_sum",
+        ShardedNet,
+        {"replica": "node", "ranks_per_node": [2, 1]},
+        "replicas of one size",
+    ),
     "auto": ("hetero_auto", ShardedNet, {}, "hetero_auto"),
     "join": (
         "hetero_node",
@@ -587,23 +604,21 @@ def test_what_cannot_be_is_refused_on_every_rank(case: str) -> None:
         assert message in str(outcome.error)
 
 
-def kept(folder: str) -> None:
-    keeps = [ResumableCheckpoint(folder, every_n_steps=4)]
-    strategy = STRATEGIES["hetero_ddp"](timeout=20)
-    trainer = pl.Trainer(strategy=strategy, max_epochs=1, callbacks=keeps, **{**FAST, "enable_checkpointing": True})
-    trainer.fit(ShardedNet(), DataLoader(dataset(), batch_size=4))
+@pytest.mark.parametrize("nodes", [[3], [2, 1]], ids=["all", "one rank"])
+def test_a_module_for_other_sizes_ends_with_its_own_error_on_every_rank(nodes: list[int]) -> None:
+    name, options = ("hetero_node", {"ranks_per_node": nodes}) if len(nodes) > 1 else ("hetero_ddp", {})
+    for rank, outcome in enumerate(attempt(fit, 3, name, kind=ReadsSizes, timeout=60, **options)):
+        assert isinstance(outcome.error, AssertionError if nodes == [3] or rank == 2 else HeteroError), outcome.trace
+        assert "this module is for two ranks" in str(outcome.error)
+        assert "training_step" not in outcome.trace
 
 
-def test_resumable_checkpoints_are_refused(tmp_path: Any) -> None:
-    for outcome in attempt(kept, 2, str(tmp_path)):
-        assert isinstance(outcome.error, UnsupportedError), outcome.trace
-        assert "ResumableCheckpoint with a sharded model" in str(outcome.error)
-
-
-def test_a_directory_that_lacks_a_file_is_refused_on_every_rank(tmp_path: Any) -> None:
+@pytest.mark.long(after=1)
+@pytest.mark.parametrize("lost", ["*.distcp", ".metadata", "meta.pt"])
+def test_a_directory_that_lacks_a_file_is_refused_on_every_rank(lost: str, tmp_path: Any) -> None:
     path = tmp_path / "a.ckpt"
     run(saved, 2, "hetero_ddp", str(path), balance="off")
-    next(path.glob("*.distcp")).unlink()
+    next(path.glob(lost)).unlink()
     for outcome in attempt(saved, 2, "hetero_ddp", str(path), resume=str(path), balance="off"):
         assert isinstance(outcome.error, CheckpointError), outcome.trace
         assert "lacks a file" in str(outcome.error)
@@ -612,12 +627,14 @@ def test_a_directory_that_lacks_a_file_is_refused_on_every_rank(tmp_path: Any) -
 # -- a replica is lost -------------------------------------------------------------------------------
 
 
-def survived(name: str, shards: bool, lost: int = -1, **options: Any) -> Any:
+def survived(name: str, shards: bool, lost: int = -1, kind: type[Any] = ShardedNet, **options: Any) -> Any:
     """The weights at the end of a fit in which a rank, by default the last, is killed at its sixth step."""
-    warnings.filterwarnings("ignore", "rank .*Training goes on|.*exchanges under way|Replicas of the job|.*starts over")
-    module = ShardedNet(optimizer=options.pop("optimizer", "sgd"))
+    warnings.filterwarnings(
+        "ignore", "rank .*Training goes on|.*exchanges under way|Replicas of the job|.*starts over|FSDP2-wr"
+    )
+    module = kind(optimizer=options.pop("optimizer", "sgd"))
     module.shards = shards
-    strategy = STRATEGIES[name](on_peer_loss="continue", timeout=60, balance="off", **options)
+    strategy = STRATEGIES[name](on_peer_loss="continue", timeout=60, **{"balance": "off", **options})
     callbacks = [Killed(lost % int(os.environ["WORLD_SIZE"]), 6)]
     trainer = pl.Trainer(strategy=strategy, max_epochs=2, callbacks=callbacks, **FAST)
     trainer.fit(module, DataLoader(dataset(120), batch_size=4))
@@ -644,10 +661,15 @@ def test_sharded_replicas_go_on_when_one_is_lost(name: str, ranks: int) -> None:
 @pytest.mark.parametrize(
     ("sizes", "lost"), [([2, 1, 1], 2), ([2, 1, 1], 0), ([2, 1, 1], 1), ([2, 1, 1], 3), ([2, 3, 1], 0)]
 )
-@pytest.mark.parametrize("name", ["hetero_node", "hetero_daso", "hetero_diloco", "hetero_easgd", "hetero_eamsgd"])
+@pytest.mark.parametrize(
+    "name",
+    ["hetero_node", "hetero_daso", "hetero_diloco", "hetero_easgd", "hetero_eamsgd", "hetero_noloco", "hetero_gossip"],
+)
 def test_replicas_of_unequal_size_go_on_when_one_is_lost(name: str, sizes: list[int], lost: int) -> None:
     """They exchange other pieces then; what they know of each value, such as its momentum, stays."""
     options = {**SYNCHRONOUS[name], "ranks_per_node": sizes}
+    if name == "hetero_gossip":
+        options |= {"every_n_steps": 4, "overlap": False}  # so that no offer is under way then
     ours, theirs = (attempt(survived, sum(sizes), name, shards, lost, **options) for shards in (True, False))
     firsts = [sum(sizes[:i]) for i in range(len(sizes) + 1)]
     gone = next(range(a, b) for a, b in itertools.pairwise(firsts) if lost in range(a, b))
@@ -705,6 +727,45 @@ def test_ranks_that_split_layers_have_the_same_samples(name: str, nodes: Any, op
 
 @pytest.mark.long(after=1)
 @pytest.mark.parametrize(
+    ("name", "size", "lost"),
+    [("hetero_diloco", 2, 3), ("hetero_node", 2, 2), ("hetero_easgd", 2, 3), ("hetero_diloco", 4, 5)],
+)
+def test_ranks_that_split_layers_go_on_when_others_are_lost(name: str, size: int, lost: int) -> None:
+    """Replicas of one pair of ranks, or of two, train on as replicas of one rank, or of two, with whole models do."""
+    options = {**SYNCHRONOUS[name], "balance": [2.0, 1.0] * (size // 2), "ranks_per_node": size}
+    options["tensor_parallel_size"] = 2
+    ours = attempt(survived, 2 * size, name, True, lost, kind=TensorParallel, **options)
+    options |= {"ranks_per_node": size // 2, "tensor_parallel_size": 1}
+    theirs = attempt(survived, size, name, False, lost // 2, **options)
+    assert all(outcome.value for outcome in ours[:size]), ours[0].trace
+    assert all(outcome.value is None for outcome in ours[size:])
+    [weights, world, exchanges] = theirs[0].value
+    assert world == size // 2
+    for outcome in ours[:size]:
+        assert distance(outcome.value[0], weights) < 1e-10
+        assert outcome.value[1:] == (size, exchanges)
+
+
+def watched(folder: str) -> Any:
+    """Ranks and shares as the monitor has seen them, of two replicas of two ranks each that split layers."""
+    monitor = HeteroMonitor(report=folder)
+    options: dict[str, Any] = {"ranks_per_node": [2, 2], "tensor_parallel_size": 2, "balance": [3.0, 1.0]}
+    strategy = STRATEGIES["hetero_node"](every_n_steps=3, **options)
+    trainer = pl.Trainer(strategy=strategy, max_epochs=1, callbacks=[monitor], **FAST)
+    trainer.fit(TensorParallel(), DataLoader(dataset(101), batch_size=4))
+    dist.barrier()
+    return [(record.ranks, record.shares) for record in monitor.history]
+
+
+def test_the_monitor_counts_pairs_that_split_layers_by_their_first_ranks(tmp_path: Any) -> None:
+    for seen in run(watched, 4, str(tmp_path)):
+        assert seen
+        assert set(seen) == {((0, 2), (6, 2))}
+    assert (tmp_path / "report.html").exists()
+
+
+@pytest.mark.long(after=1)
+@pytest.mark.parametrize(
     ("name", "options", "message"),
     [
         ("hetero_ddp", {"tensor_parallel_size": 3}, "tensor_parallel_size=3 is not 4"),
@@ -735,7 +796,7 @@ class Thawing(ShardedNet):
 
 
 @pytest.mark.long(after=1)
-@pytest.mark.parametrize("name", ["hetero_ddp", "hetero_node", "hetero_diloco"])
+@pytest.mark.parametrize("name", ["hetero_ddp", "hetero_node", "hetero_diloco", "hetero_noloco"])
 def test_layers_may_be_unfrozen(name: str) -> None:
     options = {} if name == "hetero_ddp" else {**SYNCHRONOUS[name], "ranks_per_node": [2, 1]}
     ours, theirs = (run(fit, 3, name, shards, kind=Thawing, balance="off", **options) for shards in (True, False))

@@ -60,6 +60,7 @@ def test_this_table_has_more_than_one_answer() -> None:
 
 def test_the_example_in_the_docs_follows_the_same_rule() -> None:
     text = (Path(__file__).parents[2] / "docs" / "choosing.md").read_text()
+    sentences = " ".join(text.split())
     rank, link = Cost(0.03, 0.27 / 64), LinkModel(0.0002, 125e6)
     rows = re.findall(r"^\| ([\d.]+) million \| (.*?) \| ([\d.]+) s \| ([\d.]+) s \|$", text, re.MULTILINE)
     assert len(rows) == 5
@@ -70,12 +71,12 @@ def test_the_example_in_the_docs_follows_the_same_rule() -> None:
         exact = next(one for one in predictions(cluster) if one.name == "hetero_ddp")
         assert float(step) == pytest.approx(exact.step, rel=0.02)
         assert strategy.strip("`") == taken(cluster).strip('"')
-    [largest] = re.findall(r"up to about ([\d.]+) million parameters", text)
+    [largest] = re.findall(r"up to about ([\d.]+) million parameters", sentences)
     for factor, exact_is_best in ((0.97, True), (1.03, False)):
         cluster = Cluster(((rank,), (rank,)), 128, 4e6 * float(largest) * factor, MEMORY, link)
         assert (taken(cluster) == '"hetero_ddp"') == exact_is_best
     told = r"([\d.]+) times as long as 16 steps, and ([\d.]+) times as long as 500 steps"
-    [(often, rarely)] = re.findall(told, " ".join(text.split()))
+    [(often, rarely)] = re.findall(told, sentences)
     assert (float(often), float(rarely)) == pytest.approx((32.0 / (16 * 0.3), 32.0 / (500 * 0.3)), rel=0.02)
 
 

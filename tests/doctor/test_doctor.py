@@ -21,7 +21,7 @@ no_mpi = importlib.util.find_spec("mpi4py") is None or MPIEXEC is None
 @pytest.mark.long
 def test_on_one_machine_with_a_model_of_the_user(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "doctor.json"
-    text = said([*DOCTOR, "--devices", "2", "-c", "daso.yaml", "--save", str(file)])
+    text = said([*DOCTOR, "--devices", "2", "--interface", "lo", "-c", "daso.yaml", "--save", str(file)])
     assert "2 ranks on 1 node; DigitReader, 0.01 MB of parameters" in " ".join(text.split())
     assert re.search(r"within a node\s+│ 0 - 1\s+│ [\d.]+ ms\s+│ [\d.]+ MB/s", text)
     assert re.search(r"hetero_easgd\s+│ available", text)
@@ -34,6 +34,18 @@ def test_on_one_machine_with_a_model_of_the_user(tmp_path: Path, capsys: pytest.
     planned = capsys.readouterr().out
     assert "1 nodes, 2 ranks" in planned
     assert "Weak scaling is left out" in planned
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--interface", "nowhere0"], "nowhere0"),
+        (["--ports", "29500"], "ports='29500': give the first and the last port"),
+    ],
+)
+def test_a_network_that_is_not_there_is_refused_before_ranks_start(options: list[str], words: str) -> None:
+    with pytest.raises(SystemExit, match=words):
+        main(["doctor", "--accelerator", "cpu", "--devices", "2", *options])
 
 
 @pytest.mark.long

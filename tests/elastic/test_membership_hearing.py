@@ -1,5 +1,8 @@
 """How long a silence is normal, as it is learned."""
 
+import sys
+import threading
+
 import pytest
 
 from lightning_hetero.elastic.failure_detector import AdaptiveTimeout
@@ -84,3 +87,22 @@ def test_who_had_no_connection_was_not_silent() -> None:
         hearing.connected(other, 120.0)
         hearing.message_came(other, 120.1)
     assert hearing.grace == 2.5
+
+
+def test_another_thread_may_ask_meanwhile() -> None:
+    """As the training's thread does, of what the membership's thread learns."""
+    hearing, failed = AdaptiveTimeout(None), list[Exception]()
+    now, interval = listen(hearing, 20.0), sys.getswitchinterval()
+    learning = threading.Thread(target=listen, args=(hearing, 3e6, now, 61.0, 1))  # a period with each message
+    sys.setswitchinterval(1e-6)
+    try:
+        learning.start()
+        while learning.is_alive() and not failed:
+            try:
+                assert hearing.longest is not None
+            except RuntimeError as error:
+                failed.append(error)
+        learning.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert not failed

@@ -45,8 +45,9 @@ def alive(pid: int) -> bool:
 
 
 def test_a_job_that_does_not_end_by_itself_is_killed_after_the_grace(tmp_path: Path) -> None:
-    outcome, said = observed(tmp_path, "os._exit(3)", grace=0.5, ends=False)
-    assert "local rank 1 ended with exit code 3; its own error, if it had one, is above. The other ranks have" in said
+    outcome, said = observed(tmp_path, "os._exit(3)", grace=0.4, ends=False)
+    assert "local rank 1 ended with exit code 3; its own error, if it had one, is above." in said
+    assert "local rank 1 ended with exit code 3, and 0 s later the other ranks of this machine still run" in said
     assert outcome.exitcode == -signal.SIGKILL
     assert "still running" not in outcome.trace  # not killed by this test
     assert not alive(int((tmp_path / "other").read_text()))
@@ -68,6 +69,9 @@ class _Environment:
     def validate_settings(self, **_: int) -> None:
         pass
 
+    def global_rank(self) -> int:
+        return 0
+
 
 def _launched(folder: Path, children: list[str], survive: bool) -> None:
     """A rank 0 that ends with an error of communication; its children are killed 0.3 s later, by somebody else."""
@@ -88,16 +92,17 @@ def _launched(folder: Path, children: list[str], survive: bool) -> None:
     for process in processes:
         threading.Timer(0.3, process.kill).start()
     atexit._run_exitfuncs()  # forked processes end without
+    (folder / "ended").write_text(str(time.monotonic() - began))
 
 
 @pytest.mark.parametrize("survive", [False, True])
 @pytest.mark.parametrize("children", [0, 2])
 def test_the_error_of_rank_zero_does_not_wait_for_its_children(tmp_path: Path, children: int, survive: bool) -> None:
     sleeps = ["import time; time.sleep(100)"] * children
-    began = time.monotonic()
     [outcome] = attempt(_launched, 1, tmp_path, sleeps, survive, timeout=80)
     assert outcome.exitcode == 0
-    assert float((tmp_path / "took").read_text()) < 1.5  # who hears of it only then would wait for 10 s
+    took, ended = (float((tmp_path / name).read_text()) for name in ("took", "ended"))
+    assert took < 5  # who hears of it only then would wait for 10 s
     said = (tmp_path / "stderr").read_text()
     assert ("local rank 1 was killed by signal 9" in said) == bool(children)  # and yet it is told
-    assert time.monotonic() - began < 9 or children  # nothing to wait for
+    assert ended < 9 or children  # nothing to wait for

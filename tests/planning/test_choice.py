@@ -1,14 +1,25 @@
 """The choice against brute force over the predictions, and what a user forbids."""
 
+from dataclasses import replace
+from itertools import chain, combinations, product
+
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as some
 
 from lightning_hetero.batching.shares import Cost
 from lightning_hetero.errors import ConfigurationError
 from lightning_hetero.planning.cluster import Cluster, LinkModel
-from lightning_hetero.planning.predictions import predictions
-from lightning_hetero.planning.strategy_choice import CANDIDATES, EQUAL, AutoLimits, choose
+from lightning_hetero.planning.predictions import WIRES, predictions
+from lightning_hetero.planning.strategy_choice import (
+    CANDIDATES,
+    EQUAL,
+    INTERVALS,
+    AutoLimits,
+    changes,
+    choose,
+    search,
+)
 from lightning_hetero.strategies.table import ENTRIES
 
 
@@ -103,3 +114,60 @@ def test_candidates_are_strategies_and_repeatable_ones_come_first():
 
 def test_exact_stays_whatever_is_gained():
     assert choose(cluster(1e5), 100.0, AutoLimits(exact=True)).prediction is None
+
+
+# -- the search of `plan` ----------------------------------------------------------------------------------------
+
+
+def everything(known: Cluster, every: int | None, wire: str | None) -> list[tuple[tuple[int, ...], object]]:
+    """All that can be chosen: any ranks may be left out, but for hetero_ddp's need of a sample each."""
+    found = []
+    subsets = chain.from_iterable(combinations(range(known.world), count) for count in range(known.world))
+    for left_out in subsets:
+        numbers = iter(range(known.world))
+        nodes = (tuple(cost for cost in node if next(numbers) not in left_out) for node in known.nodes)
+        fewer = replace(known, nodes=tuple(filter(None, map(tuple, nodes))))
+        for steps, format_ in product(INTERVALS if every is None else [every], WIRES if wire is None else [wire]):
+            found += [(left_out, one) for one in predictions(fewer, steps, format_) if not one.seldom]
+    return found
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    RATES,
+    some.sampled_from([(1.0,), (1.0, 0.5), (1.0, 0.25)]),
+    some.sampled_from([None, 8]),
+    some.sampled_from([None, "bf16"]),
+)
+def test_of_all_settings_about_as_fast_as_the_fastest_the_cheapest_is_recommended(rate, speeds, every, wire):
+    known = cluster(rate, speeds)
+    (best, left_out), *others = search(known, every, wire)
+    whole = [one for ranks, one in everything(known, every, wire) if not ranks]
+    most = max(one.speed for one in whole)
+    assert left_out == ()  # every rank is done with its least share long before the others
+    assert best.speed >= (1 - EQUAL) * most
+    assert not best.seldom
+    near = [one for one in whole if one.speed >= (1 - EQUAL) * most]
+    if any(one.exact for one in near):
+        assert best.exact
+    else:
+        assert best.every == min(one.every for one in near)
+    assert {best.name, *(one.prediction.name for one in others)} == {one.name for one in predictions(known)}
+    speeds_of_rows = [(one.prediction.seldom, -one.prediction.speed) for one in others]
+    assert speeds_of_rows == sorted(speeds_of_rows)
+
+
+@pytest.mark.parametrize("rate", [1e6, 1e9])
+def test_a_rank_that_slows_the_job_is_left_out_as_when_all_subsets_are_tried(rate):
+    slow = Cost(3.0, 0.01)  # 3 s for a single sample
+    fast = Cost(0.01, 0.09 / 16)
+    known = Cluster(((fast, fast), (fast, slow)), 64, 10e6, LinkModel(2e-5, 5e9), LinkModel(2e-4, rate))
+    best, left_out = search(known)[0]
+    assert left_out == (3,)
+    most = max(one.speed for _, one in everything(known, None, None))
+    assert best.speed >= (1 - EQUAL) * most
+    assert search(replace(known, given=(16,) * 4))[0].left_out == ()  # shares that are given stay
+
+
+def test_what_the_search_has_found_needs_no_change_of_settings():
+    assert not [one for one in changes(cluster(12.5e6)) if "wire" in one.what or "exchange" in one.what]

@@ -2,7 +2,9 @@
 
 import inspect
 import math
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -220,9 +222,9 @@ def test_asynchronous_gossip_waits_for_nobody_and_is_no_advice_where_it_could_ha
 
 
 def test_on_a_slow_link_the_link_helps_and_on_a_fast_one_with_a_slow_rank_that_rank():
-    first, *_ = changes(cluster(rate=1e5))
+    first, *_ = changes(cluster(rate=1e5), 16, "fp32")
     assert first.gain > 2
-    assert "a link ten times as fast" in [one.what for one in changes(cluster(rate=1e5)) if one.gain > 2]
+    assert "a link ten times as fast" in [one.what for one in changes(cluster(rate=1e5), 16, "fp32") if one.gain > 2]
     gains = {one.what: one.gain for one in changes(cluster(nodes=(1, 1, 1, 1), speeds=(1, 1, 1, 0.5), rate=1e12))}
     assert gains["the slowest ranks as fast as the fastest"] == pytest.approx(4 / 3.5, rel=0.05)
     assert gains["a link ten times as fast"] == pytest.approx(1, abs=0.02)
@@ -318,3 +320,23 @@ def test_gradients_within_a_replica_count_as_exposed():
     across = 126 * (5.2e9 / 64 / 125e6 + 2e-4)
     expected = inside - some_cluster.split / 2 + across / 16 + 5.2e9 / 5e8 / 16
     assert node.exposed == pytest.approx(expected, rel=1e-6)
+
+
+DEVICES = (Path(__file__).parents[2] / "docs" / "devices.md").read_text()
+
+
+def test_memory_is_that_of_the_table_whose_figures_are_counted():
+    """Under docs/devices.md; test_device_memory.py counts them."""
+    rows = re.findall(r"^\| (`hetero_.*?) \| (\d).*? \| (\d+)", DEVICES, re.M)
+    gradients = next(int(device) + int(host) for names, device, host in rows if "replicas of several" in names)
+    told = {name: int(device) + int(host) for names, device, host in rows for name in re.findall(r"`(\w+)`", names)}
+    one_rank = by_name(cluster(nodes=(1, 1)))
+    several = by_name(cluster(nodes=(2, 2)))
+    size = cluster(nodes=(1, 1)).size / 4
+    kinds = {kind.name.removesuffix(" (streaming)"): kind for kind in KINDS.values()}
+    told["hetero_measgd_async"] = told.get("hetero_measgd_async", told["hetero_easgd_async"])
+    for name, kind in kinds.items():
+        assert one_rank[kind.name].kept == pytest.approx(told[name] * size), name
+        more = gradients if kind.nodes else 0
+        assert several[kind.name].kept == pytest.approx((told[name] + more) * size), name
+    assert several["hetero_ddp"].kept == pytest.approx(gradients * size)

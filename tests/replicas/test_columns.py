@@ -17,6 +17,7 @@ from ranks import run
 from lightning_hetero.comm.all_reduce import Contribution, ReplicaLinks
 from lightning_hetero.comm.columns import LayoutInColumns
 from lightning_hetero.comm.compression import LOW_BIT, encoding_of
+from lightning_hetero.comm.gossip import OwnVectors, PairResult, PairsInColumns
 from lightning_hetero.comm.groups import Groups
 from lightning_hetero.errors import HeteroError
 from lightning_hetero.replicas.sharding import Columns
@@ -133,6 +134,43 @@ def test_state_of_another_replica_is_put_together(sizes: Sequence[int]) -> None:
                 number = job.columns(source).ranks.index(column)
                 theirs.append(layouts[source].pieces(state(job, of, source), number))
             torch.testing.assert_close(layouts[rank].whole(theirs), state(job, of, rank), rtol=0, atol=0)
+
+
+class OneColumn:
+    """Stands for a transport of a column: exchanges what is offered with a peer that has zeros, or misses it."""
+
+    def __init__(self, like: Sequence[torch.Tensor], comes: bool) -> None:
+        self.outbox, self.comes = OwnVectors([torch.empty_like(part) for part in like]), comes
+
+    def offer(self, weight: float, candidates: Sequence[int], round_number: float) -> None:
+        self.offered = weight, candidates, round_number
+
+    def result(self, wait: float = 0.0) -> PairResult | None:
+        theirs = [torch.zeros_like(part) for part in self.outbox.vectors]
+        return PairResult(1, 3.0, theirs, 10) if self.comes else None
+
+    withdraw = result
+
+
+@pytest.mark.parametrize("comes", [(True, True), (True, False), (False, False)])
+def test_a_part_that_is_not_exchanged_stays(comes: tuple[bool, bool]) -> None:
+    """A rank of the small replica offers pieces to two ranks, of which one may be late."""
+    job = Job((2, 1))
+    layout, [own] = LayoutInColumns(job.layout(2), job.columns(2).cut), [job.part(drawn([1]), 2)]
+    columns = [OneColumn(layout.parts([own], number), there) for number, there in enumerate(comes)]
+    pairs = PairsInColumns(columns, [own], layout)  # type: ignore[arg-type]
+    pairs.outbox.vectors[0].copy_(own)
+    pairs.offer(2.0, [0], 7)
+    assert [column.offered for column in columns] == [(2.0, [0], 7)] * 2
+    assert (pairs.result() is not None) == all(comes)
+    if (found := pairs.withdraw()) is None:
+        assert not any(comes)
+        return
+    assert (found.peer, found.weight, found.sent) == (1, 3.0, 10 * sum(comes))
+    first = len(job.held[0]["a"])  # values of "a" in the first column
+    [theirs], stays = found.vectors, own[first : len(job.held[2]["a"])]
+    assert not theirs[:first].any()
+    assert torch.equal(theirs[first : len(job.held[2]["a"])], torch.zeros_like(stays) if comes[1] else stays)
 
 
 def taken_over(sizes: Sequence[int]) -> list[tuple[Any, Any]]:

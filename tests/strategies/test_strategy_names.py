@@ -17,6 +17,7 @@ from lightning_hetero import (
     GossipStrategy,
     HeteroDDPStrategy,
     HeteroError,
+    HeteroFabricStrategy,
     strategy_for,
 )
 from lightning_hetero.errors import UnsupportedError
@@ -99,7 +100,7 @@ def test_a_join_file_may_be_a_path(file: str | Path) -> None:
     assert HeteroDDPStrategy(on_peer_loss="continue", join_file=file).options.join_file == str(Path("there/job"))
 
 
-GIVEN = {"string": "hetero_ddp", "nearly a string": "hetero_dasso", "object": HeteroDDPStrategy()}
+GIVEN = {"string": "hetero_daso", "nearly a string": "hetero_dasso", "object": HeteroDDPStrategy()}
 
 
 @pytest.mark.parametrize("given", GIVEN.values(), ids=GIVEN)
@@ -107,10 +108,12 @@ def test_fabric_refuses(given) -> None:
     with pytest.raises(UnsupportedError, match="for the Trainer") as raised:
         Fabric(strategy=given, accelerator="cpu", devices=2)
     assert "lightning.pytorch.Trainer" in str(raised.value)
+    assert "strategy='hetero_ddp' or HeteroFabricStrategy(...)" in str(raised.value)
 
 
 def test_fabrics_own_strategies_are_as_they_were() -> None:
     assert Fabric(strategy="ddp", accelerator="cpu", devices=2).world_size == 2
+    assert isinstance(Fabric(strategy="hetero_ddp", accelerator="cpu", devices=2).strategy, HeteroFabricStrategy)
     with pytest.raises(ValueError, match="You selected an invalid strategy name"):
         Fabric(strategy="dpp", accelerator="cpu")
 

@@ -387,7 +387,7 @@ class ThreadCenter(Center):
 
     @override
     def peek(self) -> tuple[list[Tensor], list[int]] | None:
-        return (copy_vectors(self._values, None), list(self._counts)) if self.layout.rank == self.layout.host else None
+        return self.read() if self.layout.rank == self.layout.host else None
 
     @override
     def write(self, values: Sequence[Tensor], counts: Sequence[int]) -> None:

@@ -1,0 +1,73 @@
+"""Outer optimizer: an optimizer of PyTorch that takes steps on vectors, with its state by the names of parameters."""
+
+from collections.abc import Callable, Iterable, Sequence
+from copy import deepcopy
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_hetero.errors import ConfigurationError
+from lightning_hetero.replicas.vectors import Replica
+
+
+class OuterStep:
+    """Takes steps of an outer optimizer on a center.
+
+    Args:
+        make: makes the optimizer, of parameters.
+        replica: knows which parts of the center belong to parameters.
+        center: vectors; the steps change them.
+
+    Raises:
+        ConfigurationError: there is no parameter, or the optimizer does not take them all.
+
+    Attributes:
+        parameters: views of the center, in the model's shapes.
+        optimizer: the outer optimizer.
+    """
+
+    def __init__(self, make: Callable[[Iterable], Optimizer], replica: Replica, center: Sequence[Tensor]) -> None:
+        views, self._buffers = replica.views(center)
+        self._replica, self.parameters = replica, [nn.Parameter(view) for view in views]  # in the center's own memory
+        if not self.parameters:
+            raise ConfigurationError("exclude leaves no parameter for the outer optimizer.")
+        self.optimizer = make(self.parameters)
+        taken = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
+        if left := [tuple(p.shape) for p in self.parameters if id(p) not in taken]:
+            raise ConfigurationError(
+                f"outer: {type(self.optimizer).__name__} takes {len(taken)} of {len(self.parameters)} parameters, "
+                f"and leaves others as they were at first, such as one of shape {left[0]}. Let it take them all."
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        """The options of the optimizer's groups, and its state by the names of the parameters."""
+        groups = [{name: value for name, value in g.items() if name != "params"} for g in self.optimizer.param_groups]
+        named = zip(self._replica.parameter_names, self.parameters, strict=True)
+        return {
+            "groups": groups,
+            "state": {name: self.optimizer.state[p] for name, p in named if p in self.optimizer.state},
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from :meth:`state_dict`. Parameters of which it holds nothing keep what they have."""
+        for group, saved in zip(self.optimizer.param_groups, state["groups"], strict=True):
+            group.update(saved)
+        for name, p in zip(self._replica.parameter_names, self.parameters, strict=True):
+            if name in state["state"]:
+                self.optimizer.state[p] = deepcopy(state["state"][name])
+
+    def take(self, difference: list[Tensor]) -> None:
+        """Take a step; buffers, which have no gradients, take the mean.
+
+        Args:
+            difference: the mean minus the center, as vectors, which are overwritten.
+        """
+        for flat in difference:
+            flat.neg_()
+        gradients, steps = self._replica.views(difference)
+        for parameter, gradient in zip(self.parameters, gradients, strict=True):
+            parameter.grad = gradient
+        self.optimizer.step()
+        for buffer, step in zip(self._buffers, steps, strict=True):
+            buffer.sub_(step)
