@@ -22,7 +22,7 @@ help:
 	@echo "make test-upstream LIGHTNING_SRC=FOLDER"
 	@echo "            set up, then run Lightning's own tests, from a checkout of it, with its DDP and with ours (an hour)"
 	@echo "make test-packages PACKAGES=NAMES"
-	@echo "            train models of other packages, each in an environment of its own (.envs, 12 GB), with ddp and with ours;"
+	@echo "            train models of other packages, each in an environment of its own (.envs, 17 GB), with ddp and with ours;"
 	@echo "            without NAMES all (ten minutes, and longer to make the environments)"
 	@echo "make docs   set up, then make the documentation's site, docs/_build/html/index.html"
 	@echo "make dist   build the sdist and the wheel, in dist/, and check them; TAG=v1.2.3 sees first that this is the version"

@@ -4,11 +4,13 @@
     python benchmarks/loss_by_bytes.py --save digits.jsonl                     # a table; runs are kept as they come
     python benchmarks/loss_by_bytes.py --task text --seeds 2 --save text.jsonl
     python benchmarks/loss_by_bytes.py --draw digits.jsonl text.jsonl --picture docs/images/loss_by_bytes.png
+    python benchmarks/loss_by_bytes.py --ranks 8 --muon --steps 400 --seeds 1 hetero_diloco:tau=20,wire=2bit,balance=off
 
 A network of 38 thousand parameters learns to read two overlaid digits, or a small GPT to continue Python's source code
-(bits per character). What a file holds already is not run again, so that a command can be stopped, and go on. Bytes are
-those that exchanges count, without the average that ends a fit. Strategies that average gradients do not count them:
-for these they are by theory, those of each step's messages. Pairs of ranks of one machine send nothing that is counted.
+(bits per character). All ranks together take the same samples, however many they are. What a file holds already is not
+run again, so that a command can be stopped, and go on. Bytes are those that exchanges count, without the average that
+ends a fit. Strategies that average gradients do not count them: for these they are by theory, those of each step's
+messages. Pairs of ranks of one machine send nothing that is counted.
 
 torchft's DiLoCo takes the same outer steps as `hetero_diloco` with `wire="fp32"`, and an all-reduce of as many values
 in fp32; by theory it stands at the same place.
@@ -23,6 +25,7 @@ import statistics
 import sys
 import tempfile
 from abc import abstractmethod
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -39,7 +42,7 @@ from lightning_hetero.comm.gradients import rank_of
 
 sys.path[:0] = [str(Path(__file__).parent / "cluster"), str(Path(__file__).parents[1] / "examples")]
 
-RANKS = 4
+RANKS = 4  # by default
 EVEN = "balance=off"
 FEW = f"{EVEN},outer_lr=1.0,outer_momentum=0.5"  # for few outer steps
 CONTENDERS = [
@@ -71,6 +74,7 @@ class Task(pl.LightningModule):
     rate: float
     unit: str
     sent: int = 0
+    ranks, muon = RANKS, False
 
     @abstractmethod
     def samples(self, training: bool) -> Dataset:
@@ -80,12 +84,12 @@ class Task(pl.LightningModule):
     def loss(self, batch: Any) -> torch.Tensor:
         """Of a batch."""
 
-    def loader(self, steps: int, ranks: int) -> DataLoader:
+    def loader(self, steps: int) -> DataLoader:
         """An epoch of so many steps."""
         data: Any = self.samples(True)
-        order = torch.arange(steps * self.batch * ranks) % len(data)
+        order = torch.arange(steps * self.batch * RANKS) % len(data)
         self.steps = steps
-        return DataLoader(Subset(data, order.tolist()), batch_size=self.batch, shuffle=True)
+        return DataLoader(Subset(data, order.tolist()), batch_size=self.batch * RANKS // self.ranks, shuffle=True)
 
     @torch.no_grad()
     def tested(self) -> float:
@@ -101,9 +105,35 @@ class Task(pl.LightningModule):
         self.sent = traffic.bytes if traffic else 0
 
     def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.AdamW(self.parameters(), lr=self.rate)
-        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, self.rate, total_steps=self.steps + 1, pct_start=0.1)
+        make = MuonBesideAdamW if self.muon else torch.optim.AdamW
+        optimizer = make(self.parameters(), lr=self.rate)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(
+            optimizer, self.rate, total_steps=self.steps + 1, pct_start=0.1, cycle_momentum=not self.muon
+        )
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+class MuonBesideAdamW(torch.optim.Optimizer):
+    """Muon for matrices, AdamW for all else, as one optimizer.
+
+    Args:
+        parameters: of the model.
+        lr: of AdamW; Muon's steps are as long as AdamW's would be.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter], lr: float) -> None:
+        every = list(parameters)
+        super().__init__(every, {"lr": lr})
+        matrices, rest = ([p for p in every if (p.ndim == 2) == is_matrix] for is_matrix in (True, False))
+        muon = torch.optim.Muon(matrices, lr=lr, weight_decay=0.01, adjust_lr_fn="match_rms_adamw")
+        self.parts = muon, torch.optim.AdamW(rest, lr=lr)
+        self.param_groups = [group for part in self.parts for group in part.param_groups]
+
+    def step(self, closure: Any = None) -> Any:
+        loss = closure() if closure else None
+        for part in self.parts:
+            part.step()
+        return loss
 
 
 def overlaid(training: bool, samples: int) -> TensorDataset:
@@ -188,33 +218,36 @@ def by_theory(name: str, wire: str, module: nn.Module, ranks: int) -> float:
     return float(bytes_sent(values, 4, "fp32", ranks))
 
 
-def fit(contender: str, task: str, steps: int, seed: int) -> dict[str, Any]:
+def fit(contender: str, task: str, steps: int, seed: int, ranks: int, muon: bool, rate: float) -> dict[str, Any]:
     """Train for an epoch; the loss in the end, and the bytes that a rank has sent."""
     import contenders
 
     pl.seed_everything(seed, verbose=False)
     module = TASKS[task]()
+    module.ranks, module.muon, module.rate = ranks, muon, rate or module.rate
     trainer = jobs.quiet_trainer(strategy=contenders.parse(contender), max_epochs=1)
-    trainer.fit(module, module.loader(steps, RANKS))
+    trainer.fit(module, module.loader(steps))
     wire = re.search(r"wire=([^,]+)", contender)
-    theory = steps * by_theory(contender.partition(":")[0], wire[1] if wire else "fp32", module, RANKS)
+    theory = steps * by_theory(contender.partition(":")[0], wire[1] if wire else "fp32", module, ranks)
     sent = torch.tensor(theory or float(module.sent), dtype=torch.float64)
     torch.distributed.all_reduce(sent)
     about = {"task": task, "unit": module.unit, "contender": contender, "steps": steps, "seed": seed}
-    return {**about, "loss": module.tested(), "bytes": sent.item() / RANKS, "load": os.getloadavg()[0]}
+    about |= {"ranks": ranks, "muon": muon, "rate": rate}
+    return {**about, "loss": module.tested(), "bytes": sent.item() / ranks, "load": os.getloadavg()[0]}
 
 
 def worker(asked: str, kept: str) -> int:
     """Run what a file does not hold yet, and add it there."""
     torch.set_num_threads(1)
     options, file = json.loads(Path(asked).read_text()), Path(kept)
-    known = ("task", "contender", "steps", "seed")
-    done = {tuple(run[name] for name in known) for run in read([file])}  # no rank has written before all have read
+    known = {"contender": "", "task": "", "steps": 0, "seed": 0, "ranks": RANKS, "muon": False, "rate": 0.0}
+    done = [{name: run.get(name, known[name]) for name in known} for run in read([file])]  # before any rank writes
     for seed in range(options["seeds"]):
         for contender in options["contenders"]:
-            if (options["task"], contender, options["steps"], seed) in done:
+            asks = {"contender": contender, "seed": seed, **{name: options[name] for name in known if name in options}}
+            if asks in done:
                 continue
-            result = fit(contender, options["task"], options["steps"], seed)
+            result = fit(**asks)
             if torch.distributed.get_rank() == 0:
                 print(result, flush=True)
                 with file.open("a") as lines:
@@ -241,7 +274,12 @@ def table(runs: list[dict[str, Any]]) -> None:
     base = next(iter(found.values()))
     most = statistics.mean(run["bytes"] for run in base.values())
     first = runs[0]
-    print(f"{first['task']}, {first['steps']} steps, {first['unit']}; load {min_max([run['load'] for run in runs])}")
+    inner = "Muon" if first.get("muon") else "AdamW"
+    print(
+        f"{first['task']}, {first.get('ranks', RANKS)} ranks, {inner}, {first['steps']} steps, {first['unit']}; ",
+        end="",
+    )
+    print(f"load {min_max([run['load'] for run in runs])}")
     print("seeds; mean (sd); minus the first, paired by seed (standard error); times fewer bytes than the first")
     for name, own in found.items():
         losses, sent = [run["loss"] for run in own.values()], statistics.mean(run["bytes"] for run in own.values())
@@ -287,6 +325,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("contenders", nargs="*", default=CONTENDERS, help="NAME or NAME:option=value,option=value")
     parser.add_argument("--task", choices=TASKS, default="digits")
+    parser.add_argument("--ranks", type=int, default=RANKS)
+    parser.add_argument("--muon", action="store_true", help="Muon for matrices, instead of AdamW for all")
+    parser.add_argument("--rate", type=float, default=0.0, help="learning rate; default: the task's, for AdamW")
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--save", type=Path, help="where to keep runs, and to look for those that are done")
@@ -297,15 +338,20 @@ def main() -> None:
         print(f"{asked.steps} steps, {asked.seeds} seeds; {jobs.machine()}", flush=True)
         with tempfile.TemporaryDirectory() as folder:
             asked.draw = [asked.save or Path(folder, "runs.jsonl")]
-            numbers = {name: getattr(asked, name) for name in ("contenders", "task", "steps", "seeds")}
+            numbers = {
+                name: getattr(asked, name) for name in ("contenders", "task", "steps", "seeds", "ranks", "muon", "rate")
+            }
             options = Path(folder, "asked")
             options.write_text(json.dumps(numbers))
-            jobs.launch(RANKS, json.dumps(str(options)), json.dumps(str(asked.draw[0].resolve())), timeout=6 * 3600)
+            jobs.launch(
+                asked.ranks, json.dumps(str(options)), json.dumps(str(asked.draw[0].resolve())), timeout=6 * 3600
+            )
             runs = read(asked.draw)
     else:
         runs = read(asked.draw)
-    for task in dict.fromkeys(run["task"] for run in runs):
-        table([run for run in runs if run["task"] == task])
+    settings = [(run["task"], *(run.get(name) for name in ("ranks", "muon", "rate"))) for run in runs]
+    for setting in dict.fromkeys(settings):
+        table([run for run, own in zip(runs, settings, strict=True) if own == setting])
     if asked.picture:
         draw(runs, asked.picture)
 

@@ -31,7 +31,8 @@ napoleon_use_ivar = True
 
 def _formula(display):
     def write(writer, node):
-        writer.body.append(convert(node.astext(), display=display))
+        formula = convert(node.astext(), display=display)
+        writer.body.append(f'<div class="formula">{formula}</div>' if display == "block" else formula)
         raise nodes.SkipNode
 
     return write, None
@@ -40,7 +41,16 @@ def _formula(display):
 def _without_links_to_folders(app, page, source):
     # On GitHub links lead to folders, and to texts outside of docs/, too; here these have no page.
     outside = r"\.\./" * (1 + page.count("/"))
-    source[0] = re.sub(rf"\[([^\]]+)\]\({outside}(?:[\w-]+/)*(?:[\w-]*|[\w-]+\.md)\)", r"\1", source[0])
+    source[0] = re.sub(rf"\[([^\]]+)\]\({outside}(?:[\w-]+/)*(?:[\w-]*|[\w-]+\.md(?:#[\w-]+)?)\)", r"\1", source[0])
+
+
+def _break_names_in_tables(app, doctree, page):
+    # Long names may break after these characters, and before "Strategy", so that tables fit on a phone.
+    for literal in [node for entry in doctree.findall(nodes.entry) for node in entry.findall(nodes.literal)]:
+        parts = re.split(r"(?<=[_./=(,:])(?=\w)|(?=Strategy)", literal.astext())
+        literal.clear()
+        for i, part in enumerate(parts):
+            literal += ([nodes.raw("", "<wbr>", format="html")] if i else []) + [nodes.Text(part)]
 
 
 def setup(app):
@@ -48,3 +58,4 @@ def setup(app):
     # Browsers draw MathML by themselves, so that the site needs no network.
     app.add_html_math_renderer("mathml", _formula("inline"), _formula("block"))
     app.connect("source-read", _without_links_to_folders)
+    app.connect("doctree-resolved", _break_names_in_tables)

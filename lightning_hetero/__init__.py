@@ -8,6 +8,7 @@ Importing this package registers its strategy strings with Lightning::
 The names below are imported when they are first used, because PyTorch and Lightning take seconds to import.
 """
 
+from difflib import get_close_matches
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -96,7 +97,8 @@ def __getattr__(name: str) -> Any:
             found = getattr(import_module(f"{__name__}.{part}"), name, None)
             if found is not None:
                 return found
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    near = "".join(f". Did you mean {word}?" for word in get_close_matches(name, __all__, 1))
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}{near}")
 
 
 def __dir__() -> list[str]:

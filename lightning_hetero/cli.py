@@ -4,17 +4,19 @@ The same through ``python -m lightning_hetero``.
 """
 
 import argparse
+import re
 import signal
 import sys
 from collections.abc import Sequence
+from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from lightning_hetero.errors import HeteroError
 from lightning_hetero.version import __version__
 
 _TRAINER = {
-    "fit": "train what a YAML file describes: -c config.yaml",
+    "fit": "train, as a YAML file says: -c config.yaml",
     "validate": "evaluate on the validation data: -c config.yaml",
     "test": "evaluate on the test data: -c config.yaml",
     "predict": "predict: -c config.yaml",
@@ -23,6 +25,15 @@ _TRAINER = {
 
 #: As people write numbers of parameters.
 _SUFFIXES = {"K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}
+
+
+class _CommandParser(argparse.ArgumentParser):
+    """Parser whose errors name the nearest choice."""
+
+    def error(self, message: str) -> NoReturn:
+        wrong = re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message)
+        near = get_close_matches(wrong[1], re.findall(r"\w+", wrong[2]), 1) if wrong else []
+        super().error(message + "".join(f". Did you mean {word}?" for word in near))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -43,13 +54,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
             lightning_cli(arguments)
         elif given[0].endswith(".py"):
+            if not Path(given[0]).is_file():
+                sys.exit(f"error: there is no script {given[0]} in {Path.cwd()}.")
             from lightning_hetero.launch.script import run_script
 
             run_script(given[0], given[1:])
         else:
             _run(_parser().parse_args(given))
     except HeteroError as error:
-        if given[0] in _TRAINER or (given[0].endswith(".py") and Path(given[0]).is_file()):
+        if given[0] in _TRAINER or given[0].endswith(".py"):
             raise  # from a training: the traceback says where
         sys.exit(f"error: {error}")
 
@@ -87,10 +100,11 @@ def _run(options: argparse.Namespace) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _CommandParser(
         prog="lightning-hetero",
-        description="Train on machines that are not alike and links that are slow.",
-        epilog="lightning-hetero SCRIPT.py ARGUMENTS: run your script, unchanged, with the strategies registered.",
+        description="Train with PyTorch Lightning on unequal machines and slow links.",
+        epilog="lightning-hetero SCRIPT.py ARGUMENTS runs your script, unchanged, with the strategies registered. "
+        "Try first: lightning-hetero demo",
     )
     parser.add_argument("--version", action="version", version=f"lightning-hetero {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
@@ -99,33 +113,41 @@ def _parser() -> argparse.ArgumentParser:
     commands.add_parser("strategies", help="list the strategies: their papers, and when to use them")
     doctor = commands.add_parser(
         "doctor",
-        help="measure this machine, or the job that this runs in, and suggest a strategy",
-        description="Measure ranks and links, and suggest a strategy with its arithmetic. It starts its own ranks, or "
-        "runs as one of them under torchrun, mpiexec or srun.",
+        help="measure devices and links, and suggest a strategy; --selftest checks GPUs",
+        description="Measure devices and links, and suggest a strategy. It starts its own ranks, or runs on those that "
+        "torchrun, mpiexec or srun has started. Begin with: lightning-hetero doctor --devices 2",
     )
-    doctor.add_argument("--devices", default="auto", help="ranks on this machine, unless a launcher has started them")
+    doctor.add_argument(
+        "--devices", default="auto", help="number of ranks on this machine, unless a launcher starts them"
+    )
     doctor.add_argument("--accelerator", default="auto", help="cpu, gpu, ... (%(default)s)")
-    doctor.add_argument("--num-nodes", type=_at_least_one, default=1, help="nodes, as for the Trainer (%(default)s)")
     doctor.add_argument(
-        "--ranks-per-node", type=_at_least_one, help="treat so many consecutive ranks as one node, to try things out"
+        "--num-nodes", type=_at_least_one, default=1, help="number of nodes, as for the Trainer (%(default)s)"
     )
-    doctor.add_argument("-c", "--config", type=_file, help="a YAML file as for fit; its model and data are measured")
     doctor.add_argument(
-        "--batch-size", type=_at_least_one, default=64, help="of each rank, for the built-in model (%(default)s)"
+        "--ranks-per-node", type=_at_least_one, help="pretend that so many ranks are one node, to try things out"
     )
-    doctor.add_argument("--timeout", type=_seconds, default=60.0, help="longest wait for a rank, in s (%(default)s)")
-    doctor.add_argument("--interface", help="network interface towards the others, such as wg0, as for the strategies")
-    doctor.add_argument("--ports", help="range of ports to listen in, such as 29500-29540, as for the strategies")
-    doctor.add_argument("--save", type=Path, help="write what was measured to this file, for plan --from")
+    doctor.add_argument("-c", "--config", type=_file, help="measure the model and data of this YAML file, as for fit")
+    doctor.add_argument(
+        "--batch-size", type=_at_least_one, default=64, help="samples per rank, for the built-in model (%(default)s)"
+    )
+    doctor.add_argument(
+        "--timeout", type=_seconds, default=60.0, help="longest wait for a rank, in seconds (%(default)s)"
+    )
+    doctor.add_argument("--interface", help="network interface to the other nodes, such as wg0")
+    doctor.add_argument("--ports", help="ports to listen on, such as 29500-29540")
+    doctor.add_argument("--save", type=Path, help="write the measurements to this file, for plan --from")
     doctor.add_argument(
         "--selftest",
         action="store_true",
-        help="check this machine's devices in real fits, for some minutes, and print a table to paste into an issue",
+        help="instead: train on the GPUs of this machine, for some minutes, and print a table to paste into an issue",
     )
     _add_plan(commands)
     demo = commands.add_parser(
         "demo",
-        help="train with ddp, hetero_ddp and hetero_daso on emulated fast and slow devices; takes about two minutes",
+        help="see it work: train on emulated fast and slow devices, for two minutes",
+        description="Train the same model under ddp, hetero_ddp and hetero_daso, on four emulated devices of unequal "
+        "speed. Prints who waits and how fast each is, and draws it. Takes about two minutes.",
     )
     demo.add_argument("--out", type=Path, default=Path("demo_results"), help="folder for the results (%(default)s)")
     demo.add_argument("--epochs", type=_at_least_one, default=6, help="epochs of each training (%(default)s)")
@@ -135,27 +157,50 @@ def _parser() -> argparse.ArgumentParser:
 def _add_plan(commands: Any) -> None:
     plan = commands.add_parser(
         "plan",
-        help="predict the speed of all strategies, on what doctor has measured or on machines that you describe",
-        description="Predict time, bytes and speed of a step under all strategies, by arithmetic: "
-        "lightning-hetero plan --nodes 64 --ranks 8 --params 1.3e9 --link 1gbit --step 0.4 --speeds 1,1,0.5",
+        help="predict the speed of all strategies, on measured or on described machines",
+        description="Predict time, bytes and speed of a step under all strategies, and recommend one. "
+        "Example: lightning-hetero plan --nodes 64 --ranks 8 --params 1.3B --link 1gbit --step 0.4 --speeds 1,1,0.5",
     )
-    plan.add_argument("--from", dest="measured", type=_file, help="a file of doctor --save; other options override it")
-    cluster = plan.add_argument_group("the machines", argument_default=argparse.SUPPRESS)
-    cluster.add_argument("--nodes", type=_at_least_one, help="(2)")
-    cluster.add_argument("--ranks", type=_at_least_one, help="of each node (4)")
-    cluster.add_argument("--params", type=_parameters, help="of the model, such as 350M or 1.3B (25e6)")
-    cluster.add_argument("--step", type=_seconds, help="seconds of a rank of speed 1 (0.3)")
-    cluster.add_argument("--speeds", type=_speeds, help="of the ranks, repeated, such as 1,1,0.5 (1)")
+    plan.add_argument(
+        "--from", dest="measured", type=_file, help="use what doctor --save has written; other options override it"
+    )
+    cluster = plan.add_argument_group("the machines (defaults in parentheses)", argument_default=argparse.SUPPRESS)
+    cluster.add_argument("--nodes", type=_at_least_one, help="number of nodes (2)")
+    cluster.add_argument(
+        "--ranks", type=_counts, help="number of ranks per node, such as 8; or of each, such as 8,4 (4)"
+    )
+    cluster.add_argument("--params", type=_parameters, help="parameters of the model, such as 350M or 1.3B (25e6)")
+    cluster.add_argument("--step", type=_seconds, help="seconds that a rank of speed 1 takes for a step (0.3)")
+    cluster.add_argument(
+        "--speeds", type=_speeds, help="speeds of the ranks, one after another and repeated, such as 1,1,0.5 (1)"
+    )
     cluster.add_argument("--batch", type=_at_least_one, help="samples per rank and step (32)")
-    cluster.add_argument("--fixed", type=float, help="part of a step that does not depend on samples (0.1)")
-    cluster.add_argument("--link", type=_rate, help="out of a node, such as 1gbit, 200mbit or 125MB (1gbit)")
-    cluster.add_argument("--latency", type=float, help="of that link, in s (2e-4)")
-    cluster.add_argument("--inside", type=_rate, help="between the ranks of a node (5GB)")
-    cluster.add_argument("--handling", type=_rate, help="parameters that a rank packs and mixes (500MB; a core's)")
-    plan.add_argument("--every", type=_at_least_one, help="steps between exchanges (default: the best for each)")
-    plan.add_argument("--wire", choices=("fp32", "bf16", "int8", "int4"), help="(default: the best for each)")
-    plan.add_argument("--most", type=_at_least_one, default=512, help="nodes of the weak scaling (%(default)s)")
-    plan.add_argument("--out", type=Path, help="draw the weak scaling to this PNG")
+    cluster.add_argument(
+        "--fixed", type=float, help="part of a step that does not depend on the number of samples (0.1)"
+    )
+    cluster.add_argument(
+        "--link", type=_rate, help="speed of the link between nodes, such as 1gbit, 200mbit or 125MB (1gbit)"
+    )
+    cluster.add_argument("--latency", type=float, help="latency of that link, in seconds (2e-4)")
+    cluster.add_argument("--inside", type=_rate, help="speed of the links between ranks of a node (5GB)")
+    cluster.add_argument(
+        "--handling", type=_rate, help="bytes of parameters that a rank packs and mixes per second (500MB: one core)"
+    )
+    plan.add_argument(
+        "--every", type=_at_least_one, help="steps between two exchanges (default: the best for each strategy)"
+    )
+    plan.add_argument(
+        "--wire",
+        choices=("fp32", "bf16", "int8", "int4"),
+        help="number format of exchanges (default: the best for each strategy)",
+    )
+    plan.add_argument(
+        "--most",
+        type=_at_least_one,
+        default=512,
+        help="largest number of nodes in the table of weak scaling (%(default)s)",
+    )
+    plan.add_argument("--out", type=Path, help="draw the weak scaling as this PNG")
 
 
 def _rate(text: str) -> float:
@@ -184,6 +229,10 @@ def _parameters(text: str) -> float:
 
 def _speeds(text: str) -> tuple[float, ...]:
     return tuple(_positive(part) for part in text.split(","))
+
+
+def _counts(text: str) -> tuple[int, ...]:
+    return tuple(_at_least_one(part) for part in text.split(","))
 
 
 def _at_least_one(text: str) -> int:

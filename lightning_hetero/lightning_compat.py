@@ -283,6 +283,12 @@ def logged_names(trainer: "pl.Trainer") -> set[str]:
     return {name for metric in items for step in (True, False) for name in results._forked_name(metric, on_step=step)}
 
 
+def logged_key(results: Any, fx: str, name: str) -> str | None:
+    """The key of a value that was logged by one of the module's functions in the running epoch, if it was."""
+    key = _key(results, fx, name, True)
+    return key if key in results and not results[key].has_reset else None
+
+
 def logged_metric(results: Any, fx: str, name: str, add_dataloader_idx: bool = True) -> Any:
     """The holder of the values that were logged under a name in one of the module's functions."""
     return results[_key(results, fx, name, add_dataloader_idx)]

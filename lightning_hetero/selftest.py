@@ -294,7 +294,8 @@ def _problem(ranks: Sequence[RankOutcome]) -> str | None:
     for number, rank in enumerate(ranks):
         if not rank.reports or rank.status != 0:
             how = f"ran for more than {LIMIT:.0f} s" if rank.status is None else f"ended with status {rank.status}"
-            print(rank.output[-4000:], file=sys.stderr, flush=True)
+            if "out of memory" not in rank.error:  # which says it all
+                print(rank.output[-4000:], file=sys.stderr, flush=True)
             return f"rank {number} {how}: {rank.error[:300]}"
     return None
 

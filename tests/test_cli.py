@@ -82,6 +82,12 @@ def test_a_script_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         main(["train.py"])
 
 
+def test_a_command_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match=r"^2$"):
+        main(["plna"])
+    assert "Did you mean plan?" in capsys.readouterr().err
+
+
 def test_safe_path_keeps_all_of_pythonpath(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "train.py").write_text("import sys; found = list(sys.path)")
     for safe, kept in ((True, ["first", "second"]), (False, ["second"])):
@@ -162,7 +168,9 @@ def test_ddps_options_still_work(monkeypatch, capsys) -> None:
         assert words in text  # what is in force is printed
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["doctor", "--help"], ["demo", "--help"], ["tran"]])
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["--version"], ["doctor", "--help"], ["demo", "--help"], ["tran"], ["tran.py"]]
+)
 def test_help_imports_neither_torch_nor_lightning(arguments: list[str]) -> None:
     code = (
         "import atexit, sys\n"
@@ -203,6 +211,8 @@ def test_names_of_the_package() -> None:
     assert lightning_hetero.callbacks.HeteroMonitor is lightning_hetero.HeteroMonitor
     with pytest.raises(AttributeError, match="has no attribute 'Daso'"):
         lightning_hetero.Daso  # noqa: B018
+    with pytest.raises(AttributeError, match=r"Did you mean HeteroDDPStrategy\?"):
+        lightning_hetero.HeteroDDPStratgy  # noqa: B018
 
 
 @pytest.mark.parametrize("command", ["fit", "validate", "test", "predict"])

@@ -46,7 +46,7 @@ OWN = {"train.py"}  # scripts of the reader's
 OF_LIGHTNING_CLI = {"fit", "validate", "test", "predict"}
 #: Programs of the system, with options that this test does not know.
 OTHERS = (
-    "apt|cat|cd|chmod|hostname|ip|kill|kubectl|ls|pre-commit|ray|ruff|sbatch|scancel|scp|scontrol|squeue|srun|ssh|"
+    "apt|cat|cd|chmod|docker|hostname|ip|kill|kubectl|ls|pre-commit|ray|ruff|sbatch|scancel|scp|scontrol|squeue|srun|ssh|"
     "sysctl|tail|uv|wg|wg-quick"
 )
 

@@ -3,8 +3,9 @@
 import time
 from abc import abstractmethod
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -12,9 +13,21 @@ from typing_extensions import override
 
 from lightning_hetero.algorithms.base import Outcome, StepContext
 from lightning_hetero.algorithms.center import CenteredAverager
-from lightning_hetero.algorithms.state import PerReplica
+from lightning_hetero.algorithms.state import Own, PerReplica
 from lightning_hetero.comm.centers.base import Center
-from lightning_hetero.comm.centers.client import CenterClient, CenterOptions, layout_of, open_center
+from lightning_hetero.comm.centers.client import (
+    CenterClient,
+    CenterInColumns,
+    CenterLayout,
+    CenterOptions,
+    layout_of,
+    open_center,
+)
+from lightning_hetero.comm.columns import Layout
+from lightning_hetero.errors import ConfigurationError, UnsupportedError, not_none
+
+#: Gives the parts of vectors that belong to parameters, and those that belong to buffers.
+Views = Callable[[Sequence[Tensor]], tuple[list[Tensor], list[Tensor]]]
 
 
 class ExchangeRates:
@@ -34,6 +47,8 @@ class ExchangeRates:
 
     def observe(self, counts: Sequence[int]) -> None:
         """Take in the exchanges of each replica so far, at an exchange of this one."""
+        if self._seen and len(self._seen[-1][1]) != len(counts):
+            self._seen.clear()  # replicas were lost
         self._seen.append((time.monotonic(), list(counts)))
 
     @property
@@ -49,9 +64,32 @@ class ExchangeRates:
         seconds = self._seen[-1][0] - self._seen[0][0] if self._seen else 0.0
         return [count / seconds for count in self._since()] if seconds > 0 else []
 
+    def state_dict(self) -> list[tuple[float, list[int]]]:
+        """Builtins only: how long ago exchanges were, and their counts."""
+        now = time.monotonic()
+        return [(now - at, counts) for at, counts in self._seen]
+
+    def load_state_dict(self, state: Sequence[tuple[float, list[int]]]) -> None:
+        """Continue from :meth:`state_dict`."""
+        now = time.monotonic()
+        self._seen.clear()
+        self._seen.extend((now - ago, list(counts)) for ago, counts in state)
+
     def _since(self) -> list[int]:
         (_, first), (_, last) = self._seen[0], self._seen[-1]
         return [b - a for a, b in zip(first, last, strict=True)]
+
+
+def check_home(wire: str, center: str) -> None:
+    """See that a center can be where an option wants it.
+
+    Raises:
+        ConfigurationError: it has no wire there.
+    """
+    if wire != "fp32" and center not in ("auto", "thread"):
+        raise ConfigurationError(
+            f"wire={wire!r}: a center in {center} has no wire. Use wire='fp32' or center='thread'."
+        )
 
 
 class AsyncCenterAverager(CenteredAverager):
@@ -63,30 +101,71 @@ class AsyncCenterAverager(CenteredAverager):
         counts: of each replica, its exchanges with the center, as far as this one has seen.
     """
 
-    traits = replace(CenteredAverager.traits, lockstep=False, one_column=True)
+    traits = replace(CenteredAverager.traits, lockstep=False)
     counts = PerReplica[list[int]](lambda averager: [0] * averager.links.count)
+    _rates = Own[ExchangeRates](lambda averager: ExchangeRates(averager.links.index))
     _center: Center
 
     @abstractmethod
-    def center_options(self) -> CenterOptions:
-        """The center's home, and the rule of an exchange."""
+    def center_options(self, views: Callable[[slice], Views]) -> CenterOptions:
+        """The center's home, and the rule of an exchange.
+
+        Args:
+            views: gives, for some of the model's vectors, what tells their parameters and buffers apart.
+        """
 
     @property
     def center_vectors(self) -> list[Tensor]:
         """All vectors that the center keeps, as they were when all last looked."""
         return self.last_center
 
+    @property
+    def center_layout(self) -> Layout:
+        """Of each vector that the center keeps, the values in it, by name."""
+        return self.replica.layout[: self.replica.included]
+
     def make_center(self) -> Center:
-        """The center of all replicas, not open yet (collective)."""
-        topology, groups = self.run.job
-        layout = layout_of(topology.rank, self.run.replicas, topology.world, groups.timeout)
-        return open_center(self.center_options(), topology, layout, groups, self.run.interface)
+        """The center of all replicas, not open yet (collective).
+
+        Raises:
+            UnsupportedError: on every rank: it cannot live there.
+        """
+        (topology, groups), links = self.run.job, self.links
+        if (cut := links.cut(self.center_layout)) is None:
+            layout = layout_of(topology.rank, self.run.replicas, topology.world, groups.timeout)
+            options = self.center_options(lambda vectors: self.replica.part(vectors).views)
+            return open_center(options, topology, layout, groups, self.run.interface)
+        centers = []
+        for number, ranks in enumerate(links.columns):
+            options = self.center_options(partial(self._views_in, number))
+            if options.home == "mpi" or (options.wire != "fp32" and any(part.known for part in options.parts)):
+                asked, remedy = f"wire={options.wire!r}", "wire='fp32'"
+                if options.home == "mpi":
+                    asked, remedy = "center='mpi'", "center='thread'"
+                raise UnsupportedError(
+                    f"{asked} with a sharded model needs replicas of one size (ranks_per_node). Use {remedy}."
+                )
+            group = groups.get("the center's clients", ranks)
+            layout = CenterLayout(topology.rank, topology.world, ranks, links.index, groups.timeout, group)
+            centers.append(open_center(options, topology, layout, groups, self.run.interface))
+        return CenterInColumns(centers, cut)
+
+    def _views_in(self, column: int, vectors: slice) -> Views:
+        layout, parameters = self.replica.layout[: self.replica.included][vectors], set(self.replica.parameter_names)
+        cut = not_none(self.links.cut(layout), "the cut into columns")
+
+        def views(flats: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+            found: tuple[list[Tensor], list[Tensor]] = [], []
+            for name, part in cut.by_name(flats, column):
+                found[name not in parameters].append(part)
+            return found
+
+        return views
 
     @override
     def prepare(self) -> Outcome | None:
         outcome = super().prepare()
         self._center = self.make_center()
-        self._rates = ExchangeRates(self.links.index)
         self._client = CenterClient(self._center, self.links)
         self._center.open(self.center_vectors)
         return outcome

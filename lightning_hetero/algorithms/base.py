@@ -51,8 +51,6 @@ class Traits:
     Attributes:
         blocking: all ranks wait for each other after a step that is :meth:`~Averager.due`.
         lockstep: all replicas exchange after the same steps.
-        one_column: a rank exchanges all of its shards with one rank of each other replica: where models are sharded,
-            replicas must be of one size.
         needs_others: one replica alone has nothing to average, and the averager is not asked.
         fresh_start: what a replica continues with after its own values were left out of an average because they were
             not finite, in words.
@@ -68,7 +66,6 @@ class Traits:
 
     blocking: bool = True
     lockstep: bool = True
-    one_column: bool = False
     needs_others: bool = True
     fresh_start: str = "the mean of the others"
     between: str = ""
@@ -248,6 +245,10 @@ class StepContext(NamedTuple):
     metric: Callable[[str], float | None] = lambda name: None
 
 
+#: Attributes that only the base, and algorithms of this package, set.
+RESERVED = "_optimizers", "_packed", "_spare", "links", "replica", "run"
+
+
 class Averager(Stateful, ABC):
     """Base of algorithms between replicas. It touches neither Lightning, nor the data, nor the network.
 
@@ -291,6 +292,10 @@ class Averager(Stateful, ABC):
     replica: Replica
     links: ReplicaLinks
     run: FitInfo
+    # Memory for the next exchange, empty where something else uses it: for this replica's values, and the mean.
+    _packed: list[Tensor]
+    _spare: list[Tensor]
+    _optimizers: Callable[[], Sequence[Optimizer]]
     reference = Shared[list[Tensor]](VectorStart(1.0, excluded=True))
     commits = Shared[int](0)
     pairings: list[list[int]] | None = None
@@ -298,6 +303,11 @@ class Averager(Stateful, ABC):
     @override
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
+        for name in set_by(cls, RESERVED):
+            raise ConfigurationError(
+                f"{cls.__name__} sets {name}, which averagers use themselves. Take another name, such as "
+                f"`my_{name.lstrip('_')}`."
+            )
         if (clock := clock_in(vars(cls).get("due"))) is not None:
             raise ConfigurationError(
                 f"{cls.__name__}.due reads a clock ({clock}). Each rank has its own, so that one would wait for an "
@@ -349,12 +359,10 @@ class Averager(Stateful, ABC):
             )
         self.replica, self.links, self._optimizers, self.run = replica, links, optimizers, run or FitInfo()
         links.lay_out(replica.layout)
-        # Memory for the next exchange, empty where something else uses it: for this replica's values, and the mean.
-        self._packed = replica.pack()
-        self._spare: list[Tensor] = []
+        self._packed, self._spare = replica.pack(), []
         start(self)
         outcome = self.prepare()
-        check_declared(self)
+        check_declared(self, starts=True)
         return outcome
 
     def initial_values(self) -> list[Tensor]:
@@ -522,6 +530,15 @@ class Averager(Stateful, ABC):
 
     def close(self) -> None:
         """Let go of all resources; local, idempotent, also after an error."""
+
+
+def set_by(kind: type, names: Sequence[str]) -> list[str]:
+    """Those of some names that a class outside of this package sets in a method, on whatever object."""
+    if kind.__module__.startswith("lightning_hetero."):
+        return []
+    codes = [value.__code__ for value in vars(kind).values() if hasattr(value, "__code__")]
+    stored = {step.argval for code in codes for step in dis.get_instructions(code) if step.opname == "STORE_ATTR"}
+    return [name for name in names if name in stored]
 
 
 def clock_in(function: Any) -> str | None:

@@ -18,10 +18,11 @@ from lightning_hetero.algorithms.base import (
     Traits,
     zero_nonfinite_state,
 )
+from lightning_hetero.algorithms.state import Own
 from lightning_hetero.comm.all_reduce import Average, Contribution
 from lightning_hetero.comm.staging import memory_like
 from lightning_hetero.errors import ConfigurationError
-from lightning_hetero.replicas.vectors import Replica
+from lightning_hetero.replicas.vectors import Partition, Replica
 
 
 @dataclass
@@ -44,8 +45,7 @@ class CenteredAverager(Averager):
 
     tau: int
     exclude: Sequence[str] = field(default=(), kw_only=True)
-    # From the center, at the latest exchange of this fit.
-    _distance: float = field(default=math.nan, init=False, repr=False)
+    _cut: Partition | None = field(default=None, init=False, repr=False)  # into fragments
 
     traits = Traits(
         needs_others=False,
@@ -55,6 +55,7 @@ class CenteredAverager(Averager):
             "so that early stopping and the choice of a best checkpoint may go by looks at which nothing has changed"
         ),
     )
+    _distance = Own[float](math.nan)  # from the center, at the latest exchange
 
     def __post_init__(self) -> None:
         self.check_tau()
@@ -75,7 +76,7 @@ class CenteredAverager(Averager):
 
     @override
     def make_replica(self, module: nn.Module, settle: Callable[[], None] | None = None) -> Replica:
-        replica = Replica(module, settle, self.exclude)
+        replica = Replica(module, settle, self.exclude, cut=self._cut)
         check_patterns(self.exclude, replica.names)
         return replica
 

@@ -1,7 +1,7 @@
 """DASO: rotating, asynchronous, stale mixing of nodes at an adaptive rate."""
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 from torch import Tensor
@@ -9,7 +9,7 @@ from typing_extensions import override
 
 from lightning_hetero.algorithms.base import LowBitAverager, Outcome, StepContext, Traits
 from lightning_hetero.algorithms.schedules import Phases, RateSchedule
-from lightning_hetero.algorithms.state import InFlight, PendingExchange, Shared
+from lightning_hetero.algorithms.state import InFlight, Own, PendingExchange, Shared
 from lightning_hetero.argument_checks import at_least_one, one_of
 from lightning_hetero.comm.all_reduce import Average, AveragePart, Contribution
 from lightning_hetero.comm.compression import check_wire
@@ -61,6 +61,8 @@ class DASOAverager(LowBitAverager):
         last_launch: optimizer step after which the latest exchange of the cycling phase began; 0: none has.
         turn: how many of these have begun, which says whose turn it is to exchange.
         pending: the exchange under way.
+        lasted: how long the latest exchange lasted, in steps of this rank; NaN before.
+        epoch_ended: whether an epoch has ended with the latest step.
     """
 
     traits = Traits(blocking=False)
@@ -68,6 +70,8 @@ class DASOAverager(LowBitAverager):
     last_launch = Shared[int](0)
     turn = Shared[int](0)
     pending = InFlight()
+    lasted = Own[float](math.nan)
+    epoch_ended = Own[bool](False)
 
     warmup: float | int | str = 0.1
     cooldown: float | int | str = 0.1
@@ -80,7 +84,6 @@ class DASOAverager(LowBitAverager):
     monitor: str | None = None
     mixing: Mixing = "daso"
     wire: str = "fp32"
-    _epoch_ended: bool = field(default=False, init=False, repr=False)  # with the latest step
 
     def __post_init__(self) -> None:
         self.first_schedule()  # raises now
@@ -105,7 +108,6 @@ class DASOAverager(LowBitAverager):
     def prepare(self) -> Outcome | None:
         self.links.prepare()
         self._phases = Phases()
-        self._lasted = math.nan  # the latest exchange, in steps of this rank
         self._sent: list[Tensor] = []  # by the exchange under way
         if self.links.count == 1:
             return Outcome(info="there is one node, so no global network: it trains as hetero_ddp would.")
@@ -131,8 +133,8 @@ class DASOAverager(LowBitAverager):
 
     @override
     def before_step(self, context: StepContext) -> None:
-        if self._epoch_ended:  # only now is all known that the epoch has logged
-            self._epoch_ended = False
+        if self.epoch_ended:  # only now is all known that the epoch has logged
+            self.epoch_ended = False
             if self.monitor is not None and self.schedule_every_n_steps is None:
                 self._update_rate(context)
 
@@ -146,7 +148,7 @@ class DASOAverager(LowBitAverager):
         # When B has just been halved, an exchange may still be under way for longer than the new B.
         elif self._begins(context.step) and not self.pending:
             self._begin(context)
-        self._epoch_ended, steps = context.epoch_ends, self.schedule_every_n_steps
+        self.epoch_ended, steps = context.epoch_ends, self.schedule_every_n_steps
         by_epoch = context.epoch_ends and self.monitor is None
         if by_epoch if steps is None else context.step % steps == 0:
             self._update_rate(context)
@@ -166,7 +168,7 @@ class DASOAverager(LowBitAverager):
         out = self._spare or [memory_like(old) for old in self.reference]
         self._packed, self._spare = [], []  # their memory is in use until the mean is there
         weights = context.samples_per_replica
-        own = Contribution(self._sent, weights, self.reference, self.wire, self._lasted, self.feedback, copied)
+        own = Contribution(self._sent, weights, self.reference, self.wire, self.lasted, self.feedback, copied)
         exchange = self.links.begin(own, out, self.turn % self.links.members, AVERAGE_PART[self.mixing])
         pending = PendingExchange(context.step, self.schedule.wait, exchange, on_arrival=self._measured)
         self.last_launch, self.turn, self.pending = context.step, self.turn + 1, [pending]
@@ -174,7 +176,7 @@ class DASOAverager(LowBitAverager):
             self.complete(context)
 
     def _measured(self, seconds: float) -> None:
-        self._lasted = self.run.in_steps(seconds)
+        self.lasted = self.run.in_steps(seconds)
 
     @override
     def arrive(self, pending: PendingExchange, step: int) -> None:

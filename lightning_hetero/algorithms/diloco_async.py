@@ -3,52 +3,65 @@
 import math
 import time
 from abc import ABC, abstractmethod
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_hetero.algorithms.async_center import AsyncCenterAverager
+from lightning_hetero.algorithms.async_center import AsyncCenterAverager, Views, check_home
 from lightning_hetero.algorithms.base import Outcome, StepContext
-from lightning_hetero.algorithms.state import Own, PerReplica, Shared, model_values, zeros
+from lightning_hetero.algorithms.fragments import Fragments, partition
+from lightning_hetero.algorithms.state import Own, PerReplica, Scratch, Shared, model_values, zeros
 from lightning_hetero.argument_checks import is_number, one_of
-from lightning_hetero.comm.centers.base import CenterRule
+from lightning_hetero.comm.centers.base import CenterPart, CenterRule, T
 from lightning_hetero.comm.centers.client import CenterOptions
+from lightning_hetero.comm.columns import Layout
+from lightning_hetero.comm.compression import Feedback, check_wire
 from lightning_hetero.comm.object_collectives import finite
 from lightning_hetero.errors import ConfigurationError
-
-#: Gives the parts of vectors that belong to parameters, and those that belong to buffers.
-Views = Callable[[Sequence[Tensor]], tuple[list[Tensor], list[Tensor]]]
+from lightning_hetero.replicas.vectors import Replica
 
 
 class OuterRule(CenterRule, ABC):
-    """Rule of an outer step: what a replica's steps since it came to the center, an arrival, do to the center.
+    """Rule of an outer step: what a replica's steps since it came to the center, an arrival, do to a fragment of it.
 
     Buffers move towards those of the arrival by its weight: so a variance stays above 0, which sums of differences from
     old centers would not promise.
 
     The vectors of the center are those of ``c``; a table of the replicas' speeds; those of the momentum ``m``; those of
-    a sum ``s``; and a number of arrivals. A client sends ``d``, what its steps have changed, before its weight, its
-    buffers, and a table that is 0 but for its own speed, and gets the values to go on from and the table of all.
+    a sum ``s``; and a number of arrivals for each fragment. A client sends ``d``, what its steps have changed in the
+    fragment, before its weight, its buffers, and a table that is 0 but for its own speed, and gets the values to go on
+    from and the table of all.
 
     Args:
         replicas: N.
         lr: learning rate.
         momentum: mu.
-        views: tells parameters and buffers apart.
+        views: tells parameters and buffers of the fragment apart.
+        fragment: its number.
+        vectors: which of ``c`` are its own. Default: all.
     """
 
-    def __init__(self, replicas: int, lr: float, momentum: float, views: Views) -> None:
+    def __init__(
+        self,
+        replicas: int,
+        lr: float,
+        momentum: float,
+        views: Views,
+        fragment: int = 0,
+        vectors: slice = slice(None),
+    ) -> None:
         self.replicas, self.lr, self.momentum, self._views = replicas, lr, momentum, views
+        self._fragment, self._vectors = fragment, vectors
 
     @override
-    def travelling(self, center: Sequence[Tensor]) -> Sequence[Tensor]:
-        return center[: (len(center) - 2) // 3 + 1]
+    def travelling(self, center: Sequence[T]) -> Sequence[T]:
+        count = (len(center) - 2) // 3
+        return [*center[:count][self._vectors], center[count]]
 
     @override
     def measure(self, values: Sequence[Tensor], center: Sequence[Tensor]) -> float:
@@ -58,11 +71,13 @@ class OuterRule(CenterRule, ABC):
 
     @override
     def move(self, values: Sequence[Tensor], center: Sequence[Tensor], push: float, square: float) -> None:
-        count = len(values) - 1
-        c, speeds, state, came = center[:count], center[count], center[count + 1 : -1], center[-1]
+        count = (len(center) - 2) // 3
+        groups = center[:count], center[count + 1 : -1][:count], center[count + 1 : -1][count:]
+        c, m, s = (group[self._vectors] for group in groups)
+        speeds, came = center[count], center[-1][self._fragment]
         torch.where(values[-1] > 0, values[-1], speeds, out=speeds)
         (arriving, statistics), (means, own) = self._views(values[:-1]), self._views(c)
-        (momenta, _), (sums, _) = self._views(state[:count]), self._views(state[count:])
+        (momenta, _), (sums, _) = self._views(m), self._views(s)
         if push and math.isfinite(square):
             for part, arrived in zip(own, statistics, strict=True):
                 part.lerp_(arrived, push)
@@ -191,6 +206,9 @@ class OuterAsyncAverager(AsyncCenterAverager):
     With ``momentum_rule="look_ahead"`` the momentum moves the center at each arrival, and replicas go on ahead of the
     center; ``"heloco"`` also turns stale arrivals towards the momentum.
 
+    With ``fragments`` a replica brings a part of the model at a time, in turn, and each part of the center moves by its
+    own arrivals.
+
     Source: Liu et al. 2024 (arXiv:2401.09135), algorithms 3 (delayed Nesterov, with c = 0) and 4 (DyLU); HeLoCo
     (arXiv:2606.00271).
 
@@ -202,9 +220,13 @@ class OuterAsyncAverager(AsyncCenterAverager):
         follow_speed: whether local steps follow the measured speed; ``False``: every replica takes ``tau``.
         center: where it lives: ``"shared_memory"`` of one host, or a ``"thread"`` of the first replica, which serves
             any. ``"auto"``: shared memory if it can.
+        fragments: parts of the model that take turns: a number, of sizes as equal as its modules allow, or
+            ``"blocks"``. Each is exchanged once in a replica's local steps. Default: 1, the whole model at once.
+        wire: number format of changes, where the center is a thread's: ``"fp32"``, ``"bf16"``, ``"fp16"``, ``"int8"``,
+            ``"int4"``, ``"2bit"`` or ``"topk:0.02"``.
 
     Raises:
-        ConfigurationError: a value that cannot work.
+        ConfigurationError: a value that cannot work; when training starts: more fragments than modules.
         UnsupportedError: when the ranks have met: the center cannot live there.
     """
 
@@ -214,11 +236,17 @@ class OuterAsyncAverager(AsyncCenterAverager):
     )
     momentum = Shared[list[Tensor]](zeros)
     gradient_sum = Shared[list[Tensor]](zeros)
-    arrivals = Shared[Tensor](lambda averager: torch.zeros(1, dtype=torch.float64))
+    arrivals = Shared[Tensor](lambda averager: torch.zeros(len(averager.replica.fragments), dtype=torch.float64))
     speeds = PerReplica[Tensor](lambda averager: torch.zeros(averager.links.count, dtype=torch.float64))
     begun_from = Own[list[Tensor]](model_values)
     last_step = Own[int](-1)
     local_steps = Own[int](lambda averager: averager.tau)
+    visits = Own[int](0)
+    feedback = Scratch[Feedback | None](
+        lambda averager: averager.make_feedback(), "error feedback, which is what earlier messages have left out"
+    )
+    _seconds = Own[list[float]](lambda averager: [])  # of the latest steps
+    _resumed = Own[float](math.nan)  # when the running step began; NaN: something else came between
 
     tau: int = 50
     outer_lr: float = 0.7
@@ -226,6 +254,8 @@ class OuterAsyncAverager(AsyncCenterAverager):
     follow_speed: bool = True
     center: Literal["auto", "shared_memory", "thread"] = field(default="auto", kw_only=True)
     momentum_rule: Literal["delayed_nesterov", "look_ahead", "heloco"] = field(default="delayed_nesterov", kw_only=True)
+    fragments: Fragments = field(default=1, kw_only=True)
+    wire: str = field(default="fp32", kw_only=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -238,19 +268,31 @@ class OuterAsyncAverager(AsyncCenterAverager):
         one_of("follow_speed", self.follow_speed, (True, False))
         one_of("momentum_rule", self.momentum_rule, tuple(MOMENTUM_RULES))
         one_of("center", self.center, ("auto", "shared_memory", "thread"))
+        check_wire(self.wire)
+        check_home(self.wire, self.center)
+        self._cut = partition(self.fragments)
+
+    def make_feedback(self) -> Feedback | None:
+        """Memory for what messages of this replica leave out; ``None``: they leave out nothing."""
+        if self.wire == "fp32" or self.links.count == 1:
+            return None
+        lengths = self.replica.parameter_lengths[: self.replica.included]
+        return Feedback(self.wire, [[length] for length in lengths], 1)
 
     @override
-    def center_options(self) -> CenterOptions:
-        rule = MOMENTUM_RULES[self.momentum_rule]
-        return CenterOptions(
-            self.center, rule=rule(self.links.count, self.outer_lr, self.outer_momentum, self.replica.views)
-        )
+    def center_options(self, views: Callable[[slice], Views]) -> CenterOptions:
+        made, left_out = [], [] if self.feedback is None else self.feedback.sent
+        for p, (vectors, replica) in enumerate(self._parts):
+            rule = MOMENTUM_RULES[self.momentum_rule]
+            rule_of_part = rule(self.links.count, self.outer_lr, self.outer_momentum, views(vectors), p, vectors)
+            known, lengths = self.begun_from[vectors], replica.parameter_lengths
+            made.append(CenterPart(rule_of_part, known, lengths, left_out[vectors]))
+        return CenterOptions(self.center, wire=self.wire, parts=made)
 
     @override
     def prepare(self) -> Outcome | None:
-        self._given = [torch.empty_like(value) for value in (*self.last_center, self.speeds)]
-        self._seconds: deque[float] = deque(maxlen=64)  # of the latest steps
-        self._resumed = math.nan
+        self._parts = [(vectors, self.replica.part(vectors)) for vectors in self.replica.fragments]
+        self._given = [torch.empty_like(value) for value in self.last_center]
         return super().prepare()
 
     @property
@@ -260,8 +302,19 @@ class OuterAsyncAverager(AsyncCenterAverager):
 
     @property
     @override
+    def center_layout(self) -> Layout:
+        layout = super().center_layout
+        return [*layout, {"": self.speeds}, *layout, *layout, {"": self.arrivals}]
+
+    @property
+    @override
     def uses_center(self) -> bool:
         return False  # replicas have learned something since they came to the center
+
+    @override
+    def before_save(self) -> None:
+        super().before_save()
+        self._resumed = math.nan
 
     @override
     def consensus(self, context: StepContext) -> list[Tensor]:
@@ -284,21 +337,32 @@ class OuterAsyncAverager(AsyncCenterAverager):
     @override
     def after_step(self, context: StepContext) -> Outcome | None:
         if not math.isnan(self._resumed):
-            self._seconds.append(time.perf_counter() - self._resumed)
+            self._seconds = [*self._seconds[-63:], time.perf_counter() - self._resumed]
         outcome = None
-        if context.step - self.last_step >= self.local_steps:
+        while context.step - self.last_step >= self._steps_to_next():
             self._visit(context)
             outcome = Outcome(exchanged=True)
         self._resumed = time.perf_counter()
         return outcome
 
+    def _steps_to_next(self) -> int:
+        """Steps from a visit to the next one: those of all fragments come to the local steps."""
+        turn, count = self.visits % len(self._parts), len(self._parts)
+        return (turn + 1) * self.local_steps // count - turn * self.local_steps // count
+
+    @property
+    def _next_fragment(self) -> tuple[int, tuple[slice, Replica]]:
+        p = (self.visits + 1) % len(self._parts)
+        return p, self._parts[p]
+
     def _visit(self, context: StepContext) -> None:
-        """Bring the outer gradient to the center, and go on from there."""
-        *moved, speeds = self._given
-        self._packed = self.replica.pack(self._packed)
-        for out, value, start in zip(moved, self._packed, self.begun_from, strict=False):
+        """Bring the outer gradient of the next fragment to the center, and go on from there."""
+        p, (vectors, replica) = self._next_fragment
+        moved, begun_from, speeds = self._given[vectors], self.begun_from[vectors], torch.zeros_like(self.speeds)
+        self._packed[vectors] = packed = replica.pack(self._packed[vectors])
+        for out, value, start in zip(moved, packed, begun_from, strict=True):
             torch.sub(value.to("cpu", start.dtype), start, out=out)
-        for part, start in zip(self.replica.views(moved)[1], self.replica.views(self.begun_from)[1], strict=True):
+        for part, start in zip(replica.views(moved)[1], replica.views(begun_from)[1], strict=True):
             part.add_(start)  # buffers travel as they are
         push = context.samples_per_replica[self.links.index] / sum(context.samples_per_replica)
         healthy = self.is_finite(moved)
@@ -306,27 +370,36 @@ class OuterAsyncAverager(AsyncCenterAverager):
             push = 0.0
             for out in moved:
                 out.zero_()
-        speeds.zero_()
         speeds[self.links.index] = 1 / median(self._seconds) if self._seconds else 0.0
-        seen = self._client.push_pull(self._given, push)()
+        seen = self._client.push_pull([*moved, speeds], push, p)()
         self._rates.observe(seen.counts)
         self._distance = math.sqrt(seen.square)
-        for start, value in zip(self.begun_from, moved, strict=True):
+        for start, value in zip(begun_from, moved, strict=True):
             start.copy_(value)
         if healthy:
-            self.replica.unpack(self.begun_from)
+            replica.unpack(begun_from)
         else:
             self.restart_from(self.begun_from)
-        self.last_step, self.local_steps = context.step, self._steps_to_next(speeds)
+        self.visits, self.last_step, self.local_steps = self.visits + 1, context.step, self._steps_by(speeds)
 
-    def _steps_to_next(self, speeds: Tensor) -> int:
-        """Until the next exchange; the same on all ranks of the replica, which have the same table."""
+    def _steps_by(self, speeds: Tensor) -> int:
+        """Local steps by speed; the same on all ranks of the replica, unless each has a shard, and its own table."""
         own, most = float(speeds[self.links.index]), float(speeds.max())
         return max(round(self.tau * own / most), 1) if self.follow_speed and own and most else self.tau
 
     @override
     def status(self, step: int) -> dict[str, float | str]:
         return {**super().status(step), "local_steps": float(self.local_steps)}
+
+    @override
+    def after_loss(self, former: Mapping[str, Any], step: int, context: StepContext) -> None:
+        if self.commits >= 0 and self.counts[self.links.index] > self.visits:
+            # The center has what the visit has brought, and only its answer was lost: the visit is repeated.
+            _, (vectors, replica) = self._next_fragment
+            for start, value in zip(self.begun_from[vectors], replica.pack(), strict=True):
+                start.copy_(value)
+        self.counts = self.links.gather_of_replicas(self.visits)
+        super().after_loss(former, step, context)
 
     @override
     def replace_center(self, context: StepContext) -> None:

@@ -5,17 +5,18 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Literal
 
-import torch
 from torch import Tensor
 from torch.optim import SGD, Optimizer
 from typing_extensions import override
 
 from lightning_hetero.algorithms.base import Outcome, StepContext
 from lightning_hetero.algorithms.center import CenteredAverager, SyncCenterAverager
+from lightning_hetero.algorithms.state import Own
 from lightning_hetero.argument_checks import is_number
 from lightning_hetero.comm.all_reduce import Average
 from lightning_hetero.comm.compression import check_wire
 from lightning_hetero.errors import ConfigurationError, UnsupportedError
+from lightning_hetero.replicas.sharding import local
 
 
 @dataclass(frozen=True)
@@ -142,7 +143,7 @@ class ElasticAverager(ElasticBase, SyncCenterAverager):
     Source: EASGD, Zhang et al. 2015, eq. 5 and 6; Sync EASGD, You et al. 2017.
     """
 
-    _alpha: float = field(default=math.nan, init=False, repr=False)  # of the latest exchange
+    alpha = Own[float](math.nan)  # of the latest exchange
 
     @override
     def due(self, context: StepContext) -> bool:
@@ -160,8 +161,8 @@ class ElasticAverager(ElasticBase, SyncCenterAverager):
     def move(self, own: list[Tensor], average: Average) -> str | None:
         alpha = average.payloads[0]
         beta = self.pull.of_center(alpha, self.links.count)
-        warning = stability(alpha, beta) if self._alpha < alpha else None
-        self._alpha = alpha
+        warning = stability(alpha, beta) if self.alpha < alpha else None
+        self.alpha = alpha
         self.replica.add(own, -alpha)
         for c, mean in zip(self.center, average.difference, strict=True):
             c.add_(mean, alpha=beta)
@@ -197,18 +198,15 @@ class EAMSGDAverager(ElasticAverager):
         return super().prepare()
 
     @override
-    @torch.no_grad()
     def position(self, out: Sequence[Tensor]) -> list[Tensor]:
-        y = self._packed = self.replica.pack(self._packed or None)
+        names, velocity = self.replica.parameter_ids, dict[str, tuple[Tensor, float]]()
         pairs = [(optimizer, group) for optimizer in self.optimizers for group in optimizer.param_groups]
         for optimizer, group in pairs:
             for p in group["params"]:
                 buffer = optimizer.state.get(p, {}).get("momentum_buffer")
-                if buffer is not None and p.requires_grad:  # a frozen one stands still, and is in no vector
-                    p.add_(buffer, alpha=group["momentum"] * float(group["lr"]))
-        x = self.replica.pack(out)
-        self.replica.unpack(y)
-        return x
+                if buffer is not None and id(p) in names:
+                    velocity[names[id(p)]] = local(buffer), group["momentum"] * float(group["lr"])
+        return self.replica.pack_moved(velocity, out)
 
 
 def stability(alpha: float, beta: float) -> str | None:

@@ -3,12 +3,13 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from typing_extensions import override
 
-from lightning_hetero.algorithms.async_center import AsyncCenterAverager
+from lightning_hetero.algorithms.async_center import AsyncCenterAverager, Views, check_home
 from lightning_hetero.algorithms.base import Outcome, StepContext
 from lightning_hetero.algorithms.easgd import ElasticBase, check_momentum, stability
 from lightning_hetero.algorithms.state import Own
@@ -16,7 +17,7 @@ from lightning_hetero.argument_checks import one_of
 from lightning_hetero.comm.centers.base import PushPull
 from lightning_hetero.comm.centers.client import CenterOptions, Home
 from lightning_hetero.comm.compression import refuse_low_bit
-from lightning_hetero.errors import ConfigurationError, NotFiniteError
+from lightning_hetero.errors import NotFiniteError
 
 
 class PushPullAverager(AsyncCenterAverager, ElasticBase):
@@ -54,18 +55,16 @@ class PushPullAverager(AsyncCenterAverager, ElasticBase):
         refuse_low_bit(self.wire, "where replicas meet the center one by one, no low-bit wire can be used")
         one_of("center", self.center, ("auto", "shared_memory", "thread", "mpi"))
         one_of("debias", self.debias, (True, False))
-        if self.wire != "fp32" and self.center not in ("auto", "thread"):
-            given = f"wire={self.wire!r}: a center in {self.center} has no wire."
-            raise ConfigurationError(f"{given} Use wire='fp32' or center='thread'.")
+        check_home(self.wire, self.center)
 
     @override
-    def center_options(self) -> CenterOptions:
+    def center_options(self, views: Callable[[slice], Views]) -> CenterOptions:
         return CenterOptions(self.center, self.locked, self.in_turn, self.wire)
 
     @override
     def prepare(self) -> Outcome | None:
         outcome = super().prepare()
-        self._exchange: Callable[[], PushPull] | None = None
+        self._exchange: Callable[[], Outcome] | None = None
         self._difference = [torch.empty_like(c) for c in self.last_center]
         self._snapshot = self._packed[: self.replica.included]
         return outcome
@@ -83,36 +82,41 @@ class PushPullAverager(AsyncCenterAverager, ElasticBase):
         if not self._exchanges(context.step):
             return None
         exchange = self._exchange or self._begin(context.samples_per_replica)  # the center may have been lost meanwhile
-        seen, self._exchange = exchange(), None
+        self._exchange = None
+        return exchange()
+
+    def _end(self, exchange: Callable[[], PushPull], alpha: float, healthy: bool) -> Outcome:
+        seen = exchange()
         self.completed += 1
         self._rates.observe(seen.counts)
         self._distance = math.sqrt(seen.square) if seen.square >= 0 else math.nan
-        if not self._healthy:
+        if not healthy:
             self.restart_from([difference.neg_() for difference in self._difference])
         elif math.isfinite(seen.square):
-            self.replica.add(self._difference, -self._alpha)
+            self.replica.add(self._difference, -alpha)
         else:
             raise NotFiniteError([self.links.index])  # for the wire
         return Outcome(exchanged=True)
 
-    def _begin(self, samples_per_replica: Sequence[int]) -> Callable[[], PushPull]:
-        self._alpha, beta = self.strength()
-        stability(self._alpha, beta)  # raises if the learning rate has made it unstable
+    def _begin(self, samples_per_replica: Sequence[int]) -> Callable[[], Outcome]:
+        alpha, beta = self.strength()
+        stability(alpha, beta)  # raises if the learning rate has made it unstable
         self._snapshot = self.replica.pack(self._snapshot)
         for difference, value in zip(self._difference, self._snapshot, strict=True):
             difference.copy_(value)
         share = samples_per_replica[self.links.index] / sum(samples_per_replica)
-        self._healthy = self.is_finite(self._difference)
-        if not self._healthy:
+        healthy = self.is_finite(self._difference)
+        if not healthy:
             share = 0.0
             for difference in self._difference:
                 difference.zero_()  # of which the exchange will make 0 - c
         # A replica that comes very rarely must not make up for all of it at once: it would pull the center past itself.
         push = min(beta * share * (self._rates.factor if self.debias else 1.0), max(beta, 1.0))
-        self._exchange = self._client.push_pull(self._difference, push)
+        exchange = self._client.push_pull(self._difference, push)
         if not self.overlap:
-            seen = self._exchange()
-            self._exchange = lambda: seen
+            seen = exchange()
+            exchange = lambda: seen  # noqa: E731
+        self._exchange = partial(self._end, exchange, alpha, healthy)
         return self._exchange
 
     @override

@@ -257,7 +257,7 @@ class Engine:
         self.windows = self.exchanged = self.exchanges_done = 0
         # While ranks recover from a loss:
         self._survived: SurvivingState | None = None
-        self._before = 0  # replicas among which the averager was last at work; 0: it was not
+        self._count_before = 0  # replicas among which the averager was last at work; 0: it was not
         self._kept: list[int] = []  # of each replica that remains, its index there
         self._open = self._stepped = False  # whether a window has begun, and its optimizer step has been taken
         self._due = self._epoch_ends = False  # whether replicas meet after the window that ends, and an epoch ends
@@ -329,10 +329,10 @@ class Engine:
         """
         self._open, self._due, self._epoch_ends = former._open, former._due, former._epoch_ends
         self._own, self._cadence, self._survived = former._own, former._cadence, former._survived
-        if former._before:  # it was recovering itself
-            self._before, self._kept = former._before, [former._kept[index] for index in kept]
+        if former._count_before:  # it was recovering itself
+            self._count_before, self._kept = former._count_before, [former._kept[index] for index in kept]
         else:
-            self._before, self._kept = former.view.count if former.averages else 0, list(kept)
+            self._count_before, self._kept = former.view.count if former.averages else 0, list(kept)
         if former.averager is not None:
             self.averager, self._metric, self._optimizers = former.averager, former._metric, former._optimizers
 
@@ -347,11 +347,11 @@ class Engine:
         if averager is None:
             return
         averager.links = self.links  # those of before are cut
-        if not self._before:
+        if not self._count_before:
             averager.run = run
             return
         if (survived := self._survived) is None:
-            averager.absorb_arrived([index for index in range(self._before) if index not in kept])
+            averager.absorb_arrived([index for index in range(self._count_before) if index not in kept])
             dropped, scratch = drop_in_flight(averager), scratch_in_use(averager)
             # Another rank may be lost before this ends: then it is done again, and the averager has lost its state.
             survived = self._survived = SurvivingState(read(averager), averager.commits, bool(dropped), scratch)
@@ -368,7 +368,7 @@ class Engine:
         context = self.context(epoch_ends=False)
         averager.after_loss(state, max(windows for _, _, windows, _ in progress), context)
         averager.after_restore()
-        self._survived, self._before, scratch = None, 0, survived.scratch
+        self._survived, self._count_before, scratch = None, 0, survived.scratch
         if missed and averager.on_missed(self.windows) == "adopt":
             averager.replica.unpack(averager.reference)
         if any(under_way for *_, under_way in progress):

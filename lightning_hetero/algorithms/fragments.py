@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_hetero.algorithms.base import LowBitAverager, Outcome, StepContext
-from lightning_hetero.algorithms.center import CenteredAverager, check_patterns
+from lightning_hetero.algorithms.center import CenteredAverager
 from lightning_hetero.algorithms.schedules import TauSchedule
-from lightning_hetero.algorithms.state import InFlight, PendingExchange, Shared
+from lightning_hetero.algorithms.state import InFlight, Own, PendingExchange, Shared
 from lightning_hetero.argument_checks import at_least_one, is_number
 from lightning_hetero.comm.all_reduce import Average, Contribution, Exchange
 from lightning_hetero.comm.compression import Feedback
@@ -103,6 +103,16 @@ class Partitioner:
         return best
 
 
+def partition(fragments: Fragments) -> Partitioner | None:
+    """The partition of a model into fragments; ``None``: into one.
+
+    Raises:
+        ConfigurationError: as for :class:`Partitioner`.
+    """
+    cut = Partitioner(fragments)
+    return None if fragments == 1 else cut
+
+
 def owning_module(name: str) -> str:
     """The name of the module that has a parameter, buffer or module."""
     return name.rpartition(".")[0]
@@ -147,8 +157,6 @@ class Fragment:
         snapshot: memory for what is sent.
         mean: memory for what arrives.
         feedback: what low-bit messages of it have left out, if there are any.
-        lasted: how long its latest exchange lasted, in steps of this replica; NaN before.
-        distance: of the replicas from the center, at its latest exchange; NaN before.
     """
 
     replica: Replica
@@ -156,8 +164,6 @@ class Fragment:
     snapshot: list[Tensor]
     mean: list[Tensor]
     feedback: Feedback | None
-    lasted: float = math.nan
-    distance: float = math.nan
 
 
 class StreamingAverager(LowBitAverager, CenteredAverager):
@@ -174,6 +180,9 @@ class StreamingAverager(LowBitAverager, CenteredAverager):
         rhythm: says which fragments begin their exchange after a step.
         at_center: whether a fragment has moved after the latest step.
         pending: exchanges under way, one of a fragment at most.
+        quiet: step up to which no exchange begins, since a replica was lost.
+        lasted: of each fragment, how long its latest exchange lasted, in steps of this replica; NaN before.
+        distances: of each fragment, that of the replicas from the center, at its latest exchange; NaN before.
     """
 
     rhythm = Shared[TauSchedule](
@@ -181,6 +190,9 @@ class StreamingAverager(LowBitAverager, CenteredAverager):
     )
     at_center = Shared[bool](True)
     pending = InFlight()
+    quiet = Shared[int](0)
+    lasted = Own[list[float]](lambda averager: [math.nan] * len(averager.replica.fragments))
+    distances = Own[list[float]](lambda averager: [math.nan] * len(averager.replica.fragments))
 
     tau: int | Literal["auto"]  # type: ignore[assignment]
     tau_max: int
@@ -190,7 +202,7 @@ class StreamingAverager(LowBitAverager, CenteredAverager):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._cut = Partitioner(self.fragments)
+        self._cut = partition(self.fragments)
         name, longest = ("tau_max", self.tau_max) if self.tau == "auto" else ("tau", self.tau)
         if type(self.delay) is not int or not 0 <= self.delay < longest:
             raise ConfigurationError(
@@ -212,15 +224,7 @@ class StreamingAverager(LowBitAverager, CenteredAverager):
             at_least_one("tau", self.tau, ", or 'auto'")
 
     @override
-    def make_replica(self, module: nn.Module, settle: Callable[[], None] | None = None) -> Replica:
-        cut = None if self.fragments == 1 else self._cut
-        replica = Replica(module, settle, self.exclude, cut=cut)
-        check_patterns(self.exclude, replica.names)
-        return replica
-
-    @override
     def prepare(self) -> Outcome | None:
-        self._quiet = 0  # step up to which no exchange begins, since a replica was lost
         self._parts = [self._part(vectors) for vectors in self.replica.fragments]
         self._packed = []  # its memory is that of the fragments' snapshots
         if self.delay:
@@ -248,7 +252,7 @@ class StreamingAverager(LowBitAverager, CenteredAverager):
 
     def beginning(self, step: int) -> list[int]:
         """The fragments with an exchange that begins after a step."""
-        return self.rhythm.beginning(step) if step > self._quiet else []
+        return self.rhythm.beginning(step) if step > self.quiet else []
 
     @override
     def due(self, context: StepContext) -> bool:
@@ -275,7 +279,7 @@ class StreamingAverager(LowBitAverager, CenteredAverager):
         part.snapshot, copied = part.replica.snapshot(part.snapshot)
         weights = context.samples_per_replica
         own = Contribution(
-            part.snapshot, weights, part.center, self.wire, part.lasted, part.feedback, copied, part.replica.layout
+            part.snapshot, weights, part.center, self.wire, self.lasted[p], part.feedback, copied, part.replica.layout
         )
         if self.delay:
             average: Exchange | Average = self.links.begin(own, part.mean, want="difference")
@@ -283,20 +287,20 @@ class StreamingAverager(LowBitAverager, CenteredAverager):
             copied()
             began = time.perf_counter()
             average = self.links.exchange(own, part.mean, want="difference")
-            self._measured(part, time.perf_counter() - began)
-        arrival = partial(self._measured, part)
+            self._measured(p, time.perf_counter() - began)
+        arrival = partial(self._measured, p)
         self.pending = [*self.pending, PendingExchange(context.step, self.delay, average, p, arrival)]
 
-    def _measured(self, part: Fragment, seconds: float) -> None:
-        part.lasted = self.run.in_steps(seconds)
+    def _measured(self, p: int, seconds: float) -> None:
+        self.lasted[p] = self.run.in_steps(seconds)
 
     @override
     def arrive(self, pending: PendingExchange, step: int) -> None:
         """Let a fragment's center move, and its values follow."""
         average, part = pending.result(), self._parts[pending.fragment]
         self.rhythm.measured(pending.fragment, average.payloads)
-        part.distance = average.displacement  # RMS over the replicas
-        self._distance = math.hypot(*(each.distance for each in self._parts if not math.isnan(each.distance)))
+        self.distances[pending.fragment] = average.displacement  # RMS over the replicas
+        self._distance = math.hypot(*(each for each in self.distances if not math.isnan(each)))
         self.move(pending.fragment, average.difference)
         self._follow(part)
         if not average.healthy[self.links.index]:
@@ -331,7 +335,7 @@ class StreamingAverager(LowBitAverager, CenteredAverager):
                 self._follow(part)
         self.at_center = False  # replicas may be steps apart
         if self.delay:  # others may have begun an exchange already, and dropped it, which this replica has yet to begin
-            self._quiet = step
+            self.quiet = step
 
     @override
     def on_missed(self, step: int) -> Literal["adopt", "keep"]:

@@ -1,8 +1,9 @@
 """Gossip: replicas average in pairs, without a center and without a collective."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Literal
 
+import torch
 from torch import Tensor
 from typing_extensions import override
 
@@ -11,6 +12,7 @@ from lightning_hetero.algorithms.peers import GossipAverager, PairAverager, Push
 from lightning_hetero.algorithms.state import Own
 from lightning_hetero.algorithms.topologies import DIRECTED, MATCHINGS, Rule, rule_of
 from lightning_hetero.argument_checks import at_least_one, one_of
+from lightning_hetero.replicas.vectors import wide_dtype
 
 
 @dataclass
@@ -51,8 +53,6 @@ class MatchedAverager(RoundGossipAverager, PairAverager):
     Source: GoSGD, Blot et al. 2016; GossipGraD, Daily et al. 2018.
     """
 
-    traits = replace(PairAverager.traits, one_column=False)
-
     @override
     def before_step(self, context: StepContext) -> None:
         if self.overlap:
@@ -91,13 +91,19 @@ class DirectedAverager(RoundGossipAverager, PushAverager):
         targets, sources = self.partners(self.rule, round_number)
         if self.exchange == "pull":
             targets, sources = sources, targets
-        self.client.lay_out(self.pack())
-        for peer in targets:
-            self.client.send(peer, round_number, 1.0)
-        with self.client.receiving(round_number, sources) as pushes:
-            fresh = [push for push in pushes if push.round_number >= round_number]  # others' values have long moved on
-            for push in fresh:
-                self.replica.add(self.client.difference(push.vectors), 1 / (len(fresh) + 1))
+        parts = self.client.parts(self.pack())
+        moves = [[torch.zeros_like(value, dtype=wide_dtype(value)) for value in part] for part in parts]
+        for column, part in zip(self.client, parts, strict=True):
+            column.lay_out(part)
+            for peer in targets:
+                column.send(peer, round_number, 1.0)
+        for column, moved in zip(self.client, moves, strict=True):
+            with column.receiving(round_number, sources) as pushes:
+                fresh = [push for push in pushes if push.round_number >= round_number]  # others have long moved on
+                for push in fresh:
+                    for move, away in zip(moved, column.difference(push.vectors), strict=True):
+                        move.add_(away, alpha=1 / (len(fresh) + 1))
+        self.replica.add(self.client.whole(moves), 1.0)
 
 
 @dataclass
@@ -156,6 +162,11 @@ class FirstComeAverager(PairAverager):
         self.links.gather(None)  # nobody has anything on offer any more
 
     @override
+    def finish(self, context: StepContext) -> None:
+        self.complete(context)
+        super().finish(context)
+
+    @override
     def before_save(self) -> None:
         with self.client.paused():  # exchanges that one of a pair has counted the other has, too
-            self._collect()
+            self._collect(withdraw=self.links.in_columns is not None)  # some columns may have exchanged, others not

@@ -59,7 +59,7 @@ class NoLoCoAverager(PairAverager):
         velocity: ``delta``, of the latest outer step.
     """
 
-    traits = replace(PairAverager.traits, one_column=False, needs_others=False, fresh_start="its slow weights")
+    traits = replace(PairAverager.traits, needs_others=False, fresh_start="its slow weights")
     slow = Own[list[Tensor]](model_values)
     velocity = Own[list[Tensor]](zeros)
 

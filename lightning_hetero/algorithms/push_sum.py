@@ -8,18 +8,17 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_hetero.algorithms.base import StepContext
-from lightning_hetero.algorithms.peers import PushAverager
-from lightning_hetero.algorithms.state import Own, VectorStart
+from lightning_hetero.algorithms.peers import WeightedColumn, WeightedPushAverager
 from lightning_hetero.algorithms.topologies import DIRECTED, Rule, rule_of
 from lightning_hetero.argument_checks import at_least_one
-from lightning_hetero.comm.gossip import ReceivedPush
+from lightning_hetero.comm.gossip_client import PushClient
 
 _LEAST = 1e-3  # weight below which nothing is given away: values would lose their digits
 _MOST = 4.0  # times max(s, 1) that a step counts, for one with a low weight that hears from others
 
 
 @dataclass
-class PushSumAverager(PushAverager):
+class PushSumAverager(WeightedPushAverager):
     """Stochastic gradient push, with weights ``s`` by samples.
 
     At first ``x = s z`` and ``w = s``, and in each round, with the ``s`` of the plan in force::
@@ -46,14 +45,7 @@ class PushSumAverager(PushAverager):
 
     Attributes:
         rule: the topology as a function.
-        weight: ``w``; 0 before the first round, and where no samples were taken and nothing has come yet.
-        x: ``x``, as vectors.
-        alone: whether nothing came in the latest round in which something should have.
     """
-
-    weight = Own[float](0.0)
-    x = Own[list[Tensor]](VectorStart(lambda averager: averager.weight))
-    alone = Own[bool](False)
 
     every_n_steps: int = 1
     topology: str = "one_peer_exponential"
@@ -69,71 +61,30 @@ class PushSumAverager(PushAverager):
         round_number, since = divmod(context.step, self.every_n_steps)
         if since:
             return
-        self._learn(self.pack(), context.samples_per_replica)
+        held = self.learned(self.x, self.pack(), context.samples_per_replica)
         targets, sources = self.partners(self.rule, round_number)
-        self._give(targets, round_number)
-        with self.client.receiving(round_number, sources) as pushes:
-            self.alone = bool(sources) and not pushes
-            self._take(pushes)
-        self.replica.unpack(self._unbiased())
+        for column, client in zip(held, self.client, strict=True):
+            self._give(column, client, targets, round_number)
+        for column, client in zip(held, self.client, strict=True):
+            with client.receiving(round_number, sources) as pushes:
+                column.alone = bool(sources) and not pushes
+                column.take(pushes)
+        self.keep(held)
+        self.replica.unpack(self.unbiased(held))
 
-    def _unbiased(self) -> list[Tensor]:
-        """``z``."""
-        return [x / self.weight for x in self.x] if self.weight else self._packed
-
-    def _learn(self, values: Sequence[Tensor], samples_per_replica: Sequence[int]) -> None:
-        """``x += s (z_after - z_before)``, where ``values`` are ``z_after``."""
-        z = [value.to("cpu", x.dtype) for value, x in zip(values, self.x, strict=True)]
-        s = samples_per_replica[self.links.index] * len(samples_per_replica) / sum(samples_per_replica)
-        if not self.weight:
-            self.weight = s
-            for x, value in zip(self.x, z, strict=True):
-                torch.mul(value, s, out=x)
-        else:
-            s = min(s, (1.0 if self.alone else _MOST) * max(s, 1.0) * self.weight)
-            for x, value in zip(self.x, z, strict=True):
-                x.add_(value - x / self.weight, alpha=s)
-
-    def _give(self, to: Sequence[int], round_number: int) -> None:
-        part = 0.0 if self.alone or self.weight < _LEAST else self.weight / (len(to) + 1)
-        self.client.lay_out((x / (len(to) + 1) for x in self.x), part)
-        for _ in [peer for peer in to if self.client.send(peer, round_number, part)]:
-            self._add(self.client.outgoing, part, -1)
-
-    def _take(self, pushes: Sequence[ReceivedPush]) -> None:
-        for push in pushes:
-            self._add(push.vectors, push.weight, 1)
-
-    def _add(self, vectors: Sequence[Tensor], weight: float, sign: int) -> None:
-        if not weight:
+    @override
+    def learn(self, column: WeightedColumn, z: Sequence[Tensor], share: float) -> None:
+        if not column.weight:
+            column.weight = share
+            for x, value in zip(column.x, z, strict=True):
+                torch.mul(value, share, out=x)
             return
-        for x, vector, origin in zip(self.x, vectors, self.reference, strict=True):
-            x.add_(vector.to(x.dtype), alpha=sign)
-            if self.wire != "fp32":
-                x.add_(origin, alpha=sign * weight)
-        self.weight += sign * weight
+        s = min(share, (1.0 if column.alone else _MOST) * max(share, 1.0) * column.weight)
+        for x, value in zip(column.x, z, strict=True):
+            x.add_(value - x / column.weight, alpha=s)
 
-    @override
-    def consensus(self, context: StepContext) -> list[Tensor]:
-        kept = [x.clone() for x in self.x], self.weight
-        self._packed = self.replica.pack(self._packed)  # as it is: who is not finite is left out below, or an error
-        self._learn(self._packed, context.samples_per_replica)
-        self._take(self.client.waiting())
-        mean = self.links.average(self._unbiased(), self.links.gather_of_replicas(self.weight), self.reference).mean
-        self.x, self.weight = kept
-        return mean
-
-    @override
-    def finish(self, context: StepContext) -> None:
-        self.replica.unpack(self.consensus(context))
-        self.report()
-
-    @override
-    def complete(self, context: StepContext) -> None:
-        self._learn(self.pack(), context.samples_per_replica)
-        self._take(self.client.waiting(remove=True))
-        self.replica.unpack(self._unbiased())
-
-    @override
-    def status(self, step: int) -> dict[str, float | str]:
-        return {**super().status(step), "weight": self.weight}
+    def _give(self, column: WeightedColumn, client: PushClient, to: Sequence[int], round_number: int) -> None:
+        part = 0.0 if column.alone or column.weight < _LEAST else column.weight / (len(to) + 1)
+        client.lay_out((x / (len(to) + 1) for x in column.x), part)
+        for _ in [peer for peer in to if client.send(peer, round_number, part)]:
+            column.add(client.outgoing, part, -1)

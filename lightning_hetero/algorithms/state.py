@@ -14,9 +14,10 @@ When parameters become trainable, or frozen, exchanges under way are completed, 
 in which added values start by the field's rule, and `Scratch` starts over.
 """
 
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
 from inspect import get_annotations
+from types import MappingProxyType
 from typing import Any, ClassVar, Generic, TypeVar, get_origin, overload
 
 import torch
@@ -240,6 +241,8 @@ class Stateful:
     """
 
     of_base: ClassVar[frozenset[str]] = frozenset()
+    # The values of what has no role, when the fit has started.
+    _undeclared: Mapping[str, list[str]] = MappingProxyType({})
 
     @override
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -253,7 +256,7 @@ class Stateful:
             if is_state and (name in options or name in cls.of_base):
                 raise ConfigurationError(
                     f"{title} is declared as state, but is also an option or an attribute of averagers. "
-                    f"Give it another name: `my_{name} = {type(declared).__name__}(...)`."
+                    f"Give it another name: `my_{name.lstrip('_')} = {type(declared).__name__}(...)`."
                 )
             if is_state and name in annotated:
                 raise ConfigurationError(
@@ -388,27 +391,45 @@ def scratch_in_use(algorithm: Any) -> list[str]:
     return [field.about for field in found if isinstance(field, Scratch) and getattr(algorithm, field.name) is not None]
 
 
-def check_declared(algorithm: Stateful) -> None:
-    """See that all public attributes that hold tensors are declared as state.
+def check_declared(algorithm: Stateful, starts: bool = False) -> None:
+    """See that attributes without a role hold no tensors, if they are public, and no value that changes during a fit.
+
+    Values are numbers, text and flags, also in lists, tuples and dictionaries.
 
     Args:
         algorithm: has been started and prepared.
+        starts: whether the fit starts: what there is now may stay as it is.
 
     Raises:
-        ConfigurationError: names one that is not.
+        ConfigurationError: names an attribute that must be declared.
     """
-    declared = {field.name for field in fields_of(type(algorithm))}
-    for name, value in vars(algorithm).items():
-        if name.startswith("_") or name in declared or name in algorithm.of_base:
-            continue
-        if has_tensors(value):
-            kind = type(algorithm).__name__
+    kind, known = type(algorithm).__name__, algorithm.of_base | {field.name for field in fields_of(type(algorithm))}
+    undeclared = {name: value for name, value in vars(algorithm).items() if name not in known}
+    values = {name: _values(value) for name, value in undeclared.items()}
+    if starts:
+        algorithm._undeclared = values
+    for name, value in undeclared.items():
+        if has_tensors(value) and not name.startswith("_"):
             raise ConfigurationError(
                 f"{kind}.{name} holds tensors, but has no role: it would be lost when a run is resumed, a replica is "
                 f"lost, or parameters become trainable. Declare it in the class: `{name} = Shared(zeros)` if it is "
                 f"equal on all replicas, `{name} = Own(model_values)` if it is this replica's; or call it `_{name}` if "
                 "nothing depends on it after a step."
             )
+        if (now := values[name]) != (before := algorithm._undeclared.get(name, [])):
+            own, first = name, before[0] if len(before) == 1 else "..."
+            if is_dataclass(algorithm) and name in {field.name for field in fields(algorithm) if field.init}:
+                own, first = f"my_{name}", f"lambda averager: averager.{name}"
+            changed = f"from {', '.join(before) or 'nothing'} to {', '.join(now) or 'nothing'}"
+            raise ConfigurationError(
+                f"{kind}.{name} has changed during the fit, {changed}, but has no role: it would be lost when a run is "
+                f"resumed. Declare it in the class: `{own} = Shared({first})` if it is equal on all replicas, "
+                f"`{own} = Own({first})` if it is this replica's."
+            )
+
+
+def _values(value: Any) -> list[str]:
+    return [repr(leaf) for leaf in tree_leaves(value) if isinstance(leaf, bool | int | float | complex | str | bytes)]
 
 
 def has_tensors(value: Any) -> bool:

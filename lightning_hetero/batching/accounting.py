@@ -1,13 +1,9 @@
 """Sample accounting: the samples, weight and time of this rank's batches, and the reports that ranks exchange."""
 
-import json
 import math
-import threading
-import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from statistics import median
 from typing import Any, Protocol
 
@@ -15,29 +11,19 @@ import torch
 import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
-from torch.distributed import Store
 
 from lightning_hetero.batching.cost import CostEvidence, CostModel, SpeedEstimator
 from lightning_hetero.batching.global_batch import GlobalBatchSizes
 from lightning_hetero.batching.passes import batches_of
-from lightning_hetero.batching.plan_agreement import (
-    PlanDecision,
-    PlanLeader,
-    PlanMember,
-    PlanProposal,
-    decode_message,
-    encode_message,
-    plan_as_row,
-    plan_from_row,
-)
-from lightning_hetero.batching.planner import Plan, Planner, Repartition, Report
+from lightning_hetero.batching.planner import Planner
+from lightning_hetero.batching.repartition import Repartition
+from lightning_hetero.batching.reports import Idling, Report
 from lightning_hetero.batching.sampler import Drawn
 from lightning_hetero.batching.shares import Cost, Curve
 from lightning_hetero.batching.timer import StepTimer, StepTiming
-from lightning_hetero.comm.agreement import AsyncAllGather, value_of_rank
+from lightning_hetero.comm.agreement import AsyncAllGather
 from lightning_hetero.comm.failures import deadline
-from lightning_hetero.comm.threads import THREADS, close_at_exit
-from lightning_hetero.errors import CommunicationError, DataError, UnsupportedError
+from lightning_hetero.errors import DataError, UnsupportedError
 from lightning_hetero.replicas.optimizer_states import check_settings, settings_number
 
 #: Batches of a fit after which all ranks meet, however rarely replicas do, so that measured shares do not stay even for
@@ -60,12 +46,36 @@ class BatchSources(Protocol):
     def ended(self) -> bool:
         """Whether this rank's replica has come to the end of its own data, so that padding batches follow."""
 
+    rank: int  # this one, by the planner's numbers
+
     @property
     def own_streams(self) -> bool:
         """Whether each rank has training data of its own, which no other rank reads."""
 
     own_sizes: list[int]  # of each rank's batches, where its own loader sizes them; 0: not known
     sizes: GlobalBatchSizes  # samples in a step of all ranks
+
+
+class BackgroundPlans(Protocol):
+    """Plans that ranks at their own pace agree on in the background; see ``batching/plan_thread.py``."""
+
+    def before_draw(self, step: int) -> None:
+        """Wait until it is sure which plan is in force at a step that is about to be drawn."""
+
+    def before_batch(self) -> None:
+        """Follow the plans that were agreed."""
+
+    def after_batch(self) -> None:
+        """Report, if that is due."""
+
+    def meet(self, step: int, reports: Sequence[Report]) -> None:
+        """Follow a better plan at once, where all ranks have met (collective)."""
+
+    def settle(self, gather: Callable[[Any], Sequence[Any]]) -> None:
+        """End with the same plan on all ranks (collective)."""
+
+    def close(self) -> None:
+        """End the thread; idempotent."""
 
 
 class BatchAccounting:
@@ -115,9 +125,12 @@ class BatchAccounting:
         self.watchers: list[Callable[[StepTiming], None]] = []  # are shown every lap
         self._weighing: tuple[Tensor, Tensor, dist.Work | None] | None = None
         self._pass_weights = list[float]()  # of this rank's batches, where they are weighed
+        self.idling = Idling.UNKNOWN  # whether this rank's training step can be left out while it has no samples
+        self._idle: tuple[int, ...] = ()  # ranks without samples, as the log knows
         self.settings: Callable[[], dict[str, float]] = dict  # the hyperparameters of optimizers
         self._settings: dict[str, float] = {}  # when the latest report was made
-        self.agreement: PlanAgreement | None = None  # on new plans; without one they come from the reports of all ranks
+        # On new plans; without one they come from the reports of all ranks.
+        self.agreement: BackgroundPlans | None = None
 
     def continue_from(self, former: "BatchAccounting", repartition: Repartition | None = None) -> None:
         """Go on where another one has stopped, which was made from an earlier view.
@@ -128,7 +141,7 @@ class BatchAccounting:
         """
         self.step, self.cost, self.evidence, self.watchers = former.step, former.cost, former.evidence, former.watchers
         self._warned, self._warned_too_slow = former._warned, former._warned_too_slow
-        self.by_cost, self._by_samples = former.by_cost, former._by_samples
+        self.by_cost, self._by_samples, self.idling = former.by_cost, former._by_samples, former.idling
         self._durations = former._durations
         self._owes, self._meets, self.launched = former._owes, former._meets, former.launched
         if repartition is not None:  # in the midst of a step, perhaps
@@ -226,13 +239,16 @@ class BatchAccounting:
         if self.drawn is None:
             return
         self._leave_costs()
-        samples, padding, cost = max(int(self.drawn.samples), 1), not self.drawn.samples, self.drawn.cost
+        padding, idle = not self.drawn.samples, self.idle
+        samples, cost = (0, 0.0) if idle else (max(int(self.drawn.samples), 1), self.drawn.cost)
         for timing in self.timer.end_step(samples, padding, cost, len(self.drawn.pass_sizes)):
             if not timing.compiled:
                 self._durations.append(timing.work + timing.wait - timing.exchange)
                 size = timing.samples if self._by_samples else timing.cost or timing.samples
                 self.cost.observe(size / timing.passes, timing.work / timing.passes)  # each pass pays the fixed cost
-                if self.cost.warm:
+                if self.cost.warm and not timing.samples:  # it has computed nothing
+                    self._timings.append(timing)
+                elif self.cost.warm:
                     cost = 0.0 if self._by_samples else timing.cost
                     self.evidence.observe(timing._replace(samples=size, cost=cost), self.cost.cost)
                     self._timings.append(timing)
@@ -290,11 +306,27 @@ class BatchAccounting:
             self.agreement.meet(self.step, reports)
         self.warn_of_slow_ranks()
 
+    @property
+    def idle(self) -> bool:
+        """Whether this rank computes nothing in the running step, because it would make it longer."""
+        return self.drawn is not None and not self.drawn.samples and self.loaders.rank in self.idle_ranks
+
+    @property
+    def idle_ranks(self) -> tuple[int, ...]:
+        """The ranks that compute nothing in the running step."""
+        return self.planner.at(self.step).idle
+
     def warn_of_slow_ranks(self) -> None:
-        """Log once, on rank 0, without which ranks the job would be faster, if the planner has found some."""
-        if self.planner.too_slow is not None and not self._warned_too_slow:
+        """Log, on rank 0, which ranks get no samples from now on, and once, which ones slow the job down."""
+        slow, plan, before = self.planner.too_slow, self.planner.plans[-1], self._idle
+        self._idle = plan.idle
+        why = "" if slow is None else f" {slow._replace(idle=True, keeps='')}"
+        for ranks, others, what in ((plan.idle, before, f"no samples.{why}"), (before, plan.idle, "samples again.")):
+            if new := [str(rank) for rank in ranks if rank not in others]:
+                rank_zero_info(f"From step {plan.start} on rank {', '.join(new)} gets {what}")
+        if slow is not None and slow.keeps and not self._warned_too_slow:
             self._warned_too_slow = True
-            rank_zero_info(str(self.planner.too_slow))
+            rank_zero_info(str(slow))
 
     def _leave_costs(self) -> None:
         """Learn this rank's speed anew, by numbers of samples, once the agreed plan counts them again."""
@@ -400,237 +432,9 @@ class BatchAccounting:
         drawn, cost, ended = self.loaders.next_step(), speed.cost, float(self.loaders.ended())
         means = samples, work, wait
         self._settings = self.settings()
-        told = speed.since, *speed.bump, ended, *self.by_cost.off(), settings_number(self._settings)
-        return Report(cost.fixed, cost.per_sample, error, drawn, *means, timings, *told, bends=cost.bends)
-
-
-class PlanAgreement:
-    """Agreement thread of a rank: reports to rank 0, and learns which plan all are to follow, and from when on.
-
-    Each rank has a box in the job's store, in which it exchanges messages with rank 0: reports, proposals, answers,
-    decisions. A rank writes its report only if nothing new from rank 0 is there, and else reads that instead, so one
-    message in a second does for both. All that belongs to training is read and changed on the training's thread,
-    before and after a batch, and before a step is drawn.
-
-    Args:
-        accounting: of this rank's batches.
-        store: of the job, with keys of its own; :meth:`open_mailboxes` has been called on rank 0.
-        rank: this rank.
-        limit: longest wait for a decision, seconds.
-        lost: says which rank is lost, if one is; where that is known no decision is waited for.
-    """
-
-    #: Seconds from one message to the next, and while ranks agree.
-    POLL, QUICK = 1.0, 0.1
-
-    def __init__(
-        self, accounting: BatchAccounting, store: Store, rank: int, limit: float, lost: Callable[[], str | None]
-    ) -> None:
-        self._accounting, self._store, self._rank, self._limit, self._lost = accounting, store, rank, limit, lost
-        self._world = accounting.planner.world
-        self._closed, self._changed = threading.Event(), threading.Condition()
-        self._broken = ""
-        self._member, self._leader = PlanMember(accounting.loaders.next_step()), PlanLeader(self._world)
-        self._drawn = time.monotonic(), self._member.next_step  # at the latest message
-        # Between the threads: what is handed over is replaced, never changed.
-        self._wanted, self._report = True, self._report_text(0, [], 0)
-        self._gathered: list[dict[str, Any]] | None = None  # for the training's thread of rank 0
-        self._to_propose: Plan | None = None
-        self._dropped = False
-        accounting.agreement = self
-        accounting.planner.in_force = lambda: accounting.planner.at(
-            max(accounting.step - 1, 0)
-        )  # of which all ranks know
-        work = self._run_leader if rank == 0 else self._run_follower
-        self._thread = threading.Thread(target=self._run, args=(work,), daemon=True, name=f"{THREADS}plans")
-        self._thread.start()
-        close_at_exit(self)
-
-    @staticmethod
-    def open_mailboxes(store: Store, world: int) -> None:
-        """Prepare the store, on rank 0, before any other rank uses it."""
-        for rank in range(1, world):
-            store.set(_box(rank), PlanAgreement._report_text(0, [], 0))
-
-    def close(self) -> None:
-        """End the thread; nobody waits for a decision any more. Idempotent."""
-        self._stop()
-        self._thread.join(2.0)  # a thread within the store would break the process's end off
-
-    def _stop(self) -> None:
-        with self._changed:
-            self._closed.set()
-            self._changed.notify_all()
-
-    def settle(self, gather: Callable[[Any], Sequence[Any]]) -> None:
-        """End with the same plan on all ranks, where one may have heard of a decision and another may not (collective).
-
-        Args:
-            gather: values of all ranks, or of all that remain.
-        """
-        self._stop()
-        self._thread.join(0.5)  # if rank 0 is frozen the store does not answer
-        self._adopt()
-        number, plan = self._member.latest
-        everyone = gather((number, None if plan is None else plan_as_row(plan)))
-        latest, row = max(everyone, key=lambda one: one[0])
-        if latest > number:
-            self._accounting.planner.adopt(plan_from_row(row))
-        self._accounting.agreement, planner = None, self._accounting.planner
-        planner.before_draw, planner.in_force = (lambda step: None), (lambda: planner.plans[-1])
-
-    # -- on the training's thread ------------------------------------------------------------------
-
-    def before_draw(self, step: int) -> None:
-        """Wait until it is sure which plan is in force at a step that is about to be drawn.
-
-        Raises:
-            CommunicationError: that is not known in time, or a rank was lost.
-        """
-        until = time.monotonic() + self._limit
-        with self._changed:
-            while not self._member.may_draw(step) and not self._closed.is_set():
-                why = self._lost() or self._broken
-                if not why and time.monotonic() > until:
-                    why = f"no decision of rank 0 within {self._limit:.0f} s"
-                if why:
-                    raise CommunicationError(
-                        f"rank {self._rank} of {self._world} could not agree on new shares with the others, and does "
-                        f"not know by which ones to draw step {step}: {why}."
-                    )
-                self._changed.wait(self.QUICK)
-            self._member.draws(step)
-            self._adopt()
-
-    def before_batch(self) -> None:
-        """Follow the plans that were agreed; on rank 0 look for a better one."""
-        with self._changed:
-            self._adopt()
-            gathered, dropped, self._dropped = self._gathered, self._dropped, False
-        planner = self._accounting.planner
-        if dropped:
-            planner.drop()
-        if gathered is None:
-            return
-        self._accounting.reports = [Report.of_row(told["row"]) for told in gathered]
-        plan = planner.propose(min(told["step"] for told in gathered), self._accounting.reports)
-        self._accounting.warn_of_slow_ranks()
-        with self._changed:
-            self._gathered, self._to_propose = None, plan
-
-    def meet(self, step: int, reports: Sequence[Report]) -> None:
-        """Follow a better plan at once, where all ranks have met, as at the end of an epoch (collective).
-
-        Rank 0 alone has seen all earlier reports, so it decides. While a proposal is open, or a plan has yet to start,
-        there is no other one: some ranks may not have heard of it.
-
-        Args:
-            step: that all ranks have done.
-            reports: of all ranks, with the first step that each has not drawn.
-        """
-        planner, plan = self._accounting.planner, None
-        with self._changed:
-            self._adopt()
-            if self._rank == 0 and not (self._leader.waits or self._member.waits or self._to_propose):
-                plan = planner.propose(step, reports)
-        if plan is not None:
-            plan = replace(plan, start=max(int(report.drawn) for report in reports))
-        with self._accounting.timer.waiting():
-            row = value_of_rank(None if plan is None else plan_as_row(plan), 0)
-        if row is not None:
-            planner.adopt(plan_from_row(row))
-
-    def after_batch(self) -> None:
-        """Report, if that is due."""
-        if self._wanted:
-            self._wanted = False
-            self._reports += 1
-            row = self._accounting.report(taken=True).row
-            self._report = self._report_text(self._reports, row, self._accounting.step)
-
-    def _adopt(self) -> None:
-        for plan in self._member.new_plans():
-            self._accounting.planner.adopt(plan)
-
-    # -- on the thread of its own ------------------------------------------------------------------
-
-    _reports = 0
-
-    @staticmethod
-    def _report_text(number: int, row: list[float], step: int) -> str:
-        return json.dumps({"report": number, "row": row, "step": step})
-
-    def _run(self, work: Callable[[], None]) -> None:
-        try:
-            work()
-        except RuntimeError as error:  # the store has gone, and the job with it
-            self._broken = f"the job's store does not answer: {error}"
-
-    def _rate(self) -> float:
-        """Steps that this rank draws in a second."""
-        (then, before), self._drawn = self._drawn, (time.monotonic(), self._member.next_step)
-        return (self._drawn[1] - before) / max(self._drawn[0] - then, self.QUICK)
-
-    def _answer(self, proposal: PlanProposal) -> int:
-        rate = self._rate()
-        with self._changed:
-            return self._member.answer(proposal, rate)
-
-    def _receive_decision(self, decision: PlanDecision) -> None:
-        with self._changed:
-            if not self._closed.is_set():
-                self._member.decide(decision)
-            self._changed.notify_all()
-
-    def _run_follower(self) -> None:
-        box, there = _box(self._rank), self._report_text(0, [], 0)
-        while not self._closed.wait(self.QUICK if self._member.waits else self.POLL):
-            mine = there if self._member.waits else self._report
-            found = self._store.compare_set(box, there, mine).decode()
-            if found == mine:
-                if mine != there:
-                    self._wanted = True
-                    self._rate()
-                there = mine
-                continue
-            there, message = found, decode_message(json.loads(found))
-            if isinstance(message, PlanProposal):
-                there = json.dumps({"answer": message.number, "bound": self._answer(message)})
-                self._store.set(box, there)
-            else:
-                self._receive_decision(message)
-
-    def _run_leader(self) -> None:
-        boxes, leader, reports = [_box(rank) for rank in range(1, self._world)], self._leader, [0] * self._world
-        while not self._closed.wait(self.QUICK if leader.waits else self.POLL):
-            if leader.waits:
-                for rank, told in enumerate(self._read(boxes), start=1):
-                    if "answer" in told:
-                        leader.answered(rank, told["answer"], told["bound"])
-                decision = leader.decide(time.monotonic())
-                if decision is not None:
-                    with self._changed:
-                        self._dropped = decision.start is None
-                    self._receive_decision(decision)
-                    self._publish(boxes, decision)
-            elif self._to_propose is not None:
-                proposal = leader.propose(self._to_propose, time.monotonic())
-                self._to_propose = None
-                leader.answered(0, proposal.number, self._answer(proposal))
-                self._publish(boxes, proposal)
-            elif self._gathered is None:
-                self._rate()
-                everyone = [json.loads(self._report), *self._read(boxes)]
-                if all(one.get("report", 0) > number for one, number in zip(everyone, reports, strict=True)):
-                    reports = [one["report"] for one in everyone]
-                    self._gathered, self._wanted = everyone, True
-
-    def _read(self, boxes: list[str]) -> list[dict[str, Any]]:
-        return [json.loads(text) for text in self._store.multi_get(boxes)]
-
-    def _publish(self, boxes: list[str], message: PlanProposal | PlanDecision) -> None:
-        for box in boxes:
-            self._store.set(box, encode_message(message))
+        told = speed.since, *speed.bump, ended, *self.by_cost.off(), settings_number(self._settings), float(self.idling)
+        compiles = float(self.timer.compiles)
+        return Report(cost.fixed, cost.per_sample, error, drawn, *means, timings, *told, compiles, bends=cost.bends)
 
 
 def _weight(value: Any) -> Tensor:
@@ -639,7 +443,3 @@ def _weight(value: Any) -> Tensor:
     if own.numel() != 1 or not 0 <= own.reshape(()) < math.inf:
         return torch.tensor(math.nan, dtype=torch.float64)
     return own.reshape(())
-
-
-def _box(rank: int) -> str:
-    return f"rank{rank}"

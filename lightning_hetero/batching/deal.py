@@ -142,16 +142,18 @@ class _Deal:
     def _block(self, samples: Ints) -> int:
         """Deal samples of nearly the same cost to the ranks that would be done first with as many equal ones."""
         block, cost = len(samples), float(self.costs[samples[len(samples) // 2]])
-        then = self.seconds[:, None] + self.machines.per_unit[:, None] * (cost * np.arange(1, block + 1))
         room = self.machines.high - self.counts
-        if (room < block).any():
-            then[np.arange(block) >= room[:, None]] = np.inf
-        last = np.partition(then, block - 1, axis=None)[block - 1]
+        for width in (min(4 * -(-block // self.world), block), block):  # most that one rank takes of the block
+            then = self.seconds[:, None] + self.machines.per_unit[:, None] * (cost * np.arange(1, width + 1))
+            if (room < width).any():
+                then[np.arange(width) >= room[:, None]] = np.inf
+            last = np.partition(then, block - 1, axis=None)[block - 1]
+            if (then[:, -1] > last).all():  # nobody would take more
+                break
         chosen = np.flatnonzero(then < last)
         chosen = np.concatenate([chosen, np.flatnonzero(then == last)[: block - len(chosen)]])
-        ranks = (chosen // block)[
-            np.argsort(then.ravel()[chosen], kind="stable")
-        ]  # in the order in which they are done
+        order = np.argsort(then.ravel()[chosen], kind="stable")  # in which they are done
+        ranks = (chosen // width)[order]
         self.owner[samples] = ranks
         np.add.at(self.loads, ranks, self.costs[samples])
         np.add.at(self.counts, ranks, 1)

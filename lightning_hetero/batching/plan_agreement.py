@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from lightning_hetero.batching.planner import Plan
+from lightning_hetero.batching.plan import Plan
 from lightning_hetero.batching.shares import cost_of, row_of
 from lightning_hetero.comm import failures
 from lightning_hetero.comm.agreement import gather
@@ -177,14 +177,15 @@ def decode_message(told: dict[str, Any]) -> PlanProposal | PlanDecision:
 def plan_as_row(plan: Plan) -> list[Any]:
     """A plan as builtins."""
     costs = [row_of(cost) for cost in plan.costs]
-    return [plan.start, plan.by_samples, costs, plan.low, plan.high, plan.reach, plan.need]
+    return [plan.start, plan.by_samples, plan.grid, costs, plan.low, plan.high, plan.reach, plan.need]
 
 
 def plan_from_row(row: list[Any]) -> Plan:
     """The plan that :func:`plan_as_row` has described."""
-    start, by_samples, costs, *limits = row
+    start, by_samples, grid, costs, *limits = row
     low, high, reach, need = map(tuple, limits)
-    return Plan(start, tuple(cost_of(*cost) for cost in costs), low, high, reach, need, by_samples)
+    multiples = tuple(map(tuple, grid))
+    return Plan(start, tuple(cost_of(*cost) for cost in costs), low, high, reach, need, by_samples, multiples)
 
 
 _POLL = 0.25  # seconds between two looks at the store

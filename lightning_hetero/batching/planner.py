@@ -2,283 +2,30 @@
 
 Every rank derives the same plans, from the same reports, or follows those of rank 0 where ranks go at their own pace. A
 new plan starts at a step that no sampler has drawn yet.
-
-64 samples among 7 ranks are 10 for one of them and 9 for the others. If that is always the same rank, it falls behind
-by a tenth of a step in every step. So what is left over goes to each rank in turn.
 """
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import lru_cache
-from itertools import accumulate, pairwise
-from statistics import median
+from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
-from lightning_hetero.batching.passes import even_sizes
+from lightning_hetero.batching.idle_ranks import IdleRanks, ShareLimits
+from lightning_hetero.batching.plan import Plan
+from lightning_hetero.batching.reports import Report, StepTimes, step_seconds
 from lightning_hetero.batching.shares import (
-    MOST_BENDS,
     Cost,
     Curve,
+    Grid,
     Stepwise,
     TooSlow,
-    bends_of,
-    bound,
     check_bounds,
-    check_limits,
     cost_of,
     fixed_shares,
     makespan,
-    passes,
     per_rank,
     row_of,
-    split,
-    stepwise,
-    too_slow,
 )
 from lightning_hetero.errors import ShareError
-
-_GOLDEN = (math.sqrt(5) - 1) / 2  # its multiples, without their whole parts, lie evenly between 0 and 1
-_TINY = 1e-9  # more than rounding errors of floats
-
-
-def exact_shares(
-    units: int, costs: Sequence[Cost | Curve | Stepwise], low: Sequence[int], high: Sequence[int]
-) -> list[float]:
-    """Shares with fractions, which let all ranks finish together.
-
-    Args:
-        units: to split.
-        costs: one per rank.
-        low: least units per rank.
-        high: most units per rank.
-
-    Raises:
-        ShareError: the limits leave no such shares.
-    """
-    check_limits(units, costs, low, high)
-    deadline = bound(units, costs, low, high)
-    return [min(h, max(lo, cost.samples(deadline))) for cost, lo, h in zip(costs, low, high, strict=True)]
-
-
-def rotating_shares(exact: Sequence[float], turn: int) -> list[int]:
-    """Whole shares of a batch, which are the exact ones in the mean over turns.
-
-    Each rank gets its share rounded down. What is left goes to ranks by systematic sampling (Madow 1949): their
-    fractions stand in a row, and who has one of the points ``offset, offset + 1, ...`` gets one more. The offset moves
-    on from turn to turn, so that each rank gets it as often as its fraction says.
-
-    Args:
-        exact: of :func:`exact_shares`; their sum is a whole number.
-        turn: number of the batch.
-
-    Returns:
-        One share per rank, next to its exact one above or below; with the same sum.
-
-    Example: one unit for three ranks that are equally fast::
-
-        >>> from lightning_hetero.batching.planner import rotating_shares
-        >>> [rotating_shares([1 / 3] * 3, turn).index(1) for turn in range(6)]
-        [1, 2, 0, 1, 2, 0]
-    """
-    shares = [math.floor(share + _TINY) for share in exact]
-    ends = [0.0, *accumulate(max(x - n, 0.0) for x, n in zip(exact, shares, strict=True))]
-    left, offset = round(sum(exact)) - sum(shares), (turn + 1) * _GOLDEN % 1.0
-    if not left:
-        return shares
-    points = [math.floor(end * left / ends[-1] + offset + _TINY) for end in ends[:-1]] + [left]
-    return [n + after - before for n, (before, after) in zip(shares, pairwise(points), strict=True)]
-
-
-#: Asked at every step, with one answer for all but the tails.
-_remembered = lru_cache(maxsize=256)
-_split, _exact = _remembered(split), _remembered(exact_shares)
-
-
-@dataclass(frozen=True)
-class Plan:
-    """Split of the batches from step ``start`` on.
-
-    Attributes:
-        start: first step (batches since the start of the fit) of this plan.
-        costs: cost per rank; for fixed shares, ``k`` is the inverse share.
-        low: least samples per rank.
-        high: most samples per rank, in one pass. A batch that is more than that of all ranks takes several.
-        reach: largest part of a batch that each rank is trusted with, 0 to 1; beyond what it has been seen to manage
-            its cost is an extrapolation.
-        need: least samples per rank of a batch that is too small for ``low``; default: the same.
-        by_samples: whether batches are split by samples although it is known what these cost: that does not explain
-            how long steps take.
-    """
-
-    start: int
-    costs: tuple[Cost | Curve, ...]
-    low: tuple[int, ...]
-    high: tuple[int, ...]
-    reach: tuple[float, ...] = ()
-    need: tuple[int, ...] = ()
-    by_samples: bool = False
-
-    def task(self, samples: int, trusted: bool = True) -> "Task":
-        """The task of splitting one batch, as :func:`~lightning_hetero.batching.shares.split` takes it.
-
-        Args:
-            samples: of the batch.
-            trusted: whether ranks take no more than they are trusted with.
-        """
-        return _task(self if trusted else replace(self, reach=()), samples, 1)
-
-    def split(self, sizes: Sequence[int], turn: int | None = None) -> list[list[int]]:
-        """Split the batches of one step (one per loader) in equal proportions, as their weights must be equal.
-
-        The unit is the greatest part that divides all batches: with one loader a sample, with batches of 64 and 32
-        two samples and one. Where a tail is too small for all to have their least, the slowest ranks have nothing.
-
-        Args:
-            sizes: samples in the global batch of each loader; 0 for a loader that has run out.
-            turn: the number of the batch, if ranks get what is left over in turn; else the same ones always get it.
-
-        Returns:
-            For each loader the shares per rank, in samples.
-
-        Raises:
-            ShareError: the upper limits leave no room.
-        """
-        units = math.gcd(*sizes)
-        if units == 0:
-            return [[0] * len(self.costs) for _ in sizes]
-        task = _task(self, units, sum(sizes) // units)
-        shares = _split(*task) if turn is None else rotating_shares(_exact(*task), turn)
-        return [[share * (size // units) for share in shares] for size in sizes]
-
-    def held_back(self, total: int) -> bool:
-        """Whether a rank would take more of a batch if it were trusted with that."""
-        return self.split([total]) != replace(self, reach=()).split([total])
-
-    def passes(self, shares: Sequence[int]) -> list[int]:
-        """The passes in which each rank runs its share of a batch."""
-        return [passes(share, most) for share, most in zip(shares, self.high, strict=True)]
-
-    def pass_sizes(self, shares: Sequence[int]) -> list[list[int]]:
-        """Samples of each pass of each rank."""
-        return [even_sizes(share, count) for share, count in zip(shares, self.passes(shares), strict=True)]
-
-
-Task = tuple[int, tuple[Cost | Curve | Stepwise, ...], tuple[int, ...], tuple[int, ...]]  # as `split` takes it
-
-
-@_remembered
-def _task(plan: Plan, units: int, width: int) -> Task:
-    """The task of a split: ``units`` units, each of ``width`` samples, and the limits."""
-    low = [-(-n // width) for n in plan.low]
-    costs: list[Cost | Curve | Stepwise] = [cost.in_units(width) for cost in plan.costs]
-    most = [n // width for n in plan.high]
-    if width == 1 and any(most) and sum(most) < units:  # not for several loaders
-        costs = stepwise(units, plan.costs, most)
-        most = [units if n else 0 for n in most]
-    high = list(most)
-    if plan.reach:
-        high = [min(h, max(lo, math.ceil(part * units))) for h, lo, part in zip(high, low, plan.reach, strict=True)]
-    order = sorted(range(len(low)), key=lambda rank: (plan.costs[rank].per_sample, rank))
-    if sum(low) > units and plan.need:
-        low = [-(-n // width) for n in plan.need]
-    if sum(low) > units:  # a tail too small for all to have their least
-        low = [n if n > 1 else 0 for n in low]
-    while sum(low) > units:  # the slowest sit this one out
-        rank = order.pop()
-        low[rank] = high[rank] = 0
-    if sum(high) < units:  # too small even for one
-        low, high = [0] * len(low), most
-    return units, tuple(costs), tuple(low), tuple(high)
-
-
-class Report(NamedTuple):
-    """Report of a rank to the others. It fits in a row of floats of a fixed size, so one small tensor carries it.
-
-    Attributes:
-        fixed: ``a`` of its cost, seconds.
-        per_sample: ``k`` of its cost, seconds per sample; of a curve, up to its first bend.
-        error: how far its cost may be off by noise, as a fraction; infinite while nothing is known.
-        drawn: first step that its samplers have not drawn yet.
-        samples: samples per step that it processed since its last report, mean.
-        compute: seconds per step of its own work since its last report, mean.
-        wait: seconds per step that it waited for others since its last report, mean.
-        steps: steps that these means are over.
-        since: seconds of steps since the rank's speed has changed; infinite if it is not known to have.
-        bump: samples of a batch that takes longer than the curve says, because the times bend down; 0 if none does.
-        bump_seconds: how long it takes.
-        ended: whether its replica has come to the end of its own data, and runs padding batches.
-        off_by_cost: how far its times are from what the cost of its samples explains, as a fraction; 0 if unknown.
-        off_by_samples: how far they are from what the number of its samples explains.
-        settings: a number that stands for the hyperparameters of its optimizers.
-        bends: of its cost, at most ``MOST_BENDS``; none if it is a straight line.
-    """
-
-    fixed: float
-    per_sample: float
-    error: float
-    drawn: float
-    samples: float
-    compute: float
-    wait: float
-    steps: float = 0.0
-    since: float = math.inf
-    bump: float = 0.0
-    bump_seconds: float = 0.0
-    ended: float = 0.0
-    off_by_cost: float = 0.0
-    off_by_samples: float = 0.0
-    settings: float = 0.0
-    bends: tuple[tuple[float, float], ...] = ()
-
-    @property
-    def cost(self) -> Cost | Curve:
-        """The rank's cost."""
-        return Curve(self.fixed, self.per_sample, self.bends) if self.bends else Cost(self.fixed, self.per_sample)
-
-    @property
-    def row(self) -> list[float]:
-        """The report as numbers, always as many."""
-        bends = [number for bend in self.bends for number in bend]
-        return [*self[:-1], *bends, *[0.0] * (2 * MOST_BENDS - len(bends))]
-
-    @classmethod
-    def of_row(cls, row: Sequence[float]) -> "Report":
-        """The report that a row holds."""
-        numbers = len(cls._fields) - 1
-        return cls._make([*row[:numbers], bends_of(row[numbers:])])
-
-
-class StepTimes(NamedTuple):
-    """Times of steps in a row, of each rank.
-
-    Attributes:
-        steps: how many, by rank: the same number, unless ranks go at their own pace.
-        seconds: that they took, by rank.
-    """
-
-    steps: tuple[float, ...] = ()
-    seconds: tuple[float, ...] = ()
-
-    def after(self, reports: Sequence[Report]) -> "StepTimes":
-        """With the steps that the ranks report; those of ranks that report at different steps are not the same ones."""
-        none = (0.0,) * len(reports)
-        steps = [before + report.steps for before, report in zip(self.steps or none, reports, strict=True)]
-        seconds = [
-            before + report.steps * (report.compute + report.wait)
-            for before, report in zip(self.seconds or none, reports, strict=True)
-        ]
-        return StepTimes(tuple(steps), tuple(seconds))
-
-    @property
-    def shortest(self) -> float:
-        """Seconds of the rank with the fewest."""
-        return min(self.seconds, default=0.0)
-
-    @property
-    def at_own_pace(self) -> bool:
-        """Whether ranks go at their own pace."""
-        return len(set(self.steps)) > 1
 
 
 class SplitTrial(NamedTuple):
@@ -293,16 +40,6 @@ class SplitTrial(NamedTuple):
     bar: float
 
 
-def step_seconds(looks: Sequence[StepTimes]) -> float:
-    """Seconds that a step takes, on the rank on which it takes longest.
-
-    Each rank counts by itself first. Where ranks go at their own pace, the longest of each look would be that of a rank
-    on which an exchange, or a disturbance, happened to fall into it.
-    """
-    ranks = range(len(looks[0].steps))
-    return max(median(look.seconds[rank] / look.steps[rank] for look in looks) for rank in ranks)
-
-
 class Planner:
     """Turns reports into plans.
 
@@ -312,6 +49,7 @@ class Planner:
         low: least samples per rank: one number for all, or one per rank. Default 1 (0 for a rank of share 0).
         high: most samples per rank and pass: one number for all, or one per rank. Default: no limit.
         min_gain: smallest predicted gain for which shares change, as a fraction of the step's time.
+        multiple: of which shares are that are not smaller; ``"auto"``: see :attr:`COMPILED`.
 
     Raises:
         ConfigurationError: a negative, NaN or all-zero share, a wrong number of shares or limits.
@@ -354,6 +92,9 @@ class Planner:
     #: Costs of samples are left alone if they explain times so many times worse than numbers of samples do, and are
     #: off by this fraction.
     WORSE, OFF = 1.5, 0.05
+    #: Multiples of which measured shares are once a rank uses ``torch.compile``: kernels suit such sizes, and there are
+    #: fewer of them. A step is up to 2.5% longer for it, 1% in the mean.
+    COMPILED: Grid = ((8, 128), (4, 64))
     #: Plans that are remembered: ranks that are behind still draw by earlier ones, and what is lost is counted by them.
     KEPT = 16
 
@@ -364,12 +105,14 @@ class Planner:
         low: int | Sequence[int] | None = None,
         high: int | Sequence[int] | None = None,
         min_gain: float = 0.03,
+        multiple: Literal["auto"] | int = "auto",
     ) -> None:
         self.world = world
         self.auto = balance == "auto"
         self.min_gain = min_gain
         self.total, self.infers_total, self.frozen, self.least, self.rotates, self.origin = 0, False, False, 1, False, 0
         self._may_raise, self.one_pass = low is None, ""
+        self._idle_ranks = IdleRanks(least_given=low is not None)
         self.limits_measured, self.whole = False, 0
         self.too_slow: TooSlow | None = None
         shares = [1.0] * world if isinstance(balance, str) else fixed_shares(balance, world)
@@ -380,7 +123,8 @@ class Planner:
         barred = tuple(0 if bar else h for bar, h in zip(self._bars, self.high, strict=True))
         costs = tuple(Cost(0.0, 1.0 / s if s else 1.0) for s in shares)
         self._need = self._low
-        self.plans = [Plan(0, costs, self._low, barred)]
+        self._grid: Grid | None = None if multiple == "auto" else ((multiple, multiple),)
+        self.plans = [Plan(0, costs, self._low, barred, grid=self._grid or ())]
         self.most = [0.0] * world
         self._updated = 0  # the step of the latest update
         self._look = StepTimes()  # since the latest one
@@ -493,7 +237,7 @@ class Planner:
         """The plan in force at ``step``, if that is one of the latest :attr:`KEPT` ones."""
         for plan in reversed(self.plans):
             if plan.start <= step:
-                return plan
+                return plan.of_step(step)
         raise LookupError(f"the plan of step {step} is no longer known; there are those from {self.plans[0].start} on")
 
     def ready(self, step: int) -> Plan:
@@ -545,7 +289,8 @@ class Planner:
         moves = self.auto and self.total and not self.frozen
         if not moves or any(math.isinf(r.error) for r in reports):
             return None
-        self.too_slow = self._too_slow(reports)
+        if not self.whole:  # else a rank may have no batches
+            self.too_slow = self._idle_ranks.too_slow(self._limits, reports, latest.idle)
         self._see(reports, mixed)
         if latest.start > step:
             return None
@@ -553,8 +298,8 @@ class Planner:
         if not latest.by_samples and self._misled(reports):
             self._trial = None
             even = (Cost(0.0, 1.0),) * self.world  # what was measured by cost says little of samples
-            return replace(latest, costs=even, by_samples=True)
-        return self._judged() or self._better(latest, reports)
+            return replace(latest, costs=even, by_samples=True, idle=())
+        return self._judged() or self._idle_others(latest, reports) or self._better(latest, reports)
 
     def _misled(self, reports: Sequence[Report]) -> bool:
         """Whether numbers of samples explain the ranks' times better than costs do, if most ranks know."""
@@ -565,15 +310,32 @@ class Planner:
         )
         return 2 * len(known) > len(reports) and by_cost > max(self.WORSE * by_samples, self.OFF)
 
-    def _too_slow(self, reports: Sequence[Report]) -> TooSlow | None:
-        """Ranks that make the job slower, if that was measured: at the least share, not by times for larger ones."""
-        if self.whole:  # it may have no batches
+    @property
+    def _limits(self) -> ShareLimits:
+        return ShareLimits(self.total, self._low, self.high, self.in_passes(self.total))
+
+    def _idle_others(self, latest: Plan, reports: Sequence[Report]) -> Plan | None:
+        """The plan by which other ranks get no samples than before, since these would make steps longer.
+
+        Ranks that get none from now on are on trial: steps must become shorter.
+        """
+        if self._trial is not None:
             return None
-        costs, noise = [r.cost for r in reports], [r.error for r in reports]
-        high = [self.total if h else 0 for h in self.high] if self.in_passes(self.total) else self.high
-        found = too_slow(self.total, stepwise(self.total, costs, self.high), self._low, high, noise)
-        measured = found and all(reports[rank].samples < max(self._low[rank], 1) + 1 for rank in found.ranks)
-        return found if measured else None
+        costs, looks = tuple(r.cost for r in reports), self._looks
+
+        def plan_without(idle: tuple[int, ...]) -> Plan:
+            return self._plan(latest, costs, idle, latest.grid)
+
+        plan = self._idle_ranks.choose(latest, reports, self.too_slow, looks, self._limits, plan_without)
+        if plan is not None and len(plan.idle) > len(latest.idle):
+            self._trial = SplitTrial(latest, (step_seconds(looks) + plan.seconds(self.total, costs)) / 2)
+        return plan
+
+    def _plan(self, latest: Plan, costs: tuple[Cost | Curve, ...], idle: tuple[int, ...] = (), grid: Grid = ()) -> Plan:
+        """A plan for what is known now, without a start."""
+        reach = tuple(min(1.0, self.GROWTH * part) for part in self.most)
+        plan = Plan(0, costs, self._low, self.high, reach, self._need, latest.by_samples, grid, idle)
+        return self._idle_ranks.with_probes(plan, self._limits)
 
     def drop(self) -> None:
         """Forget the latest proposal: not all ranks have agreed."""
@@ -603,20 +365,22 @@ class Planner:
             self._trial, self._doubt, self._patience = None, 0.0, self.PATIENCE
         elif len(self._looks) >= self.TRIAL * (self.APART if any(look.at_own_pace for look in self._looks) else 1):
             plan, self._trial = self._trial.before, None
+            if plan.idle != self.plans[-1].idle:
+                self._idle_ranks.taken_back()
             self._doubt, self._patience = max(self.DOUBT, 2 * self._doubt), 2 * self._patience
             return plan
         return None
 
     def _better(self, latest: Plan, reports: Sequence[Report]) -> Plan | None:
         """The best split if it surely beats the latest; the even one if nothing surely beats that."""
+        if self._trial is not None and self._trial.before.idle != latest.idle:
+            return None
         costs, noise = tuple(r.cost for r in reports), [r.error for r in reports]
-        reach = tuple(min(1.0, self.GROWTH * part) for part in self.most)
-        best, even = (
-            Plan(0, c, self._low, self.high, reach, self._need, latest.by_samples)
-            for c in (costs, (Cost(0.0, 1.0),) * self.world)
-        )
+        compiled = self.COMPILED if any(report.compiles for report in reports) else ()
+        best = self._plan(latest, costs, latest.idle, compiled if self._grid is None else self._grid)
+        even = replace(best, costs=(Cost(0.0, 1.0),) * self.world, grid=self._grid or ())
         present, wanted, level = (plan.split([self.total])[0] for plan in (latest, best, even))
-        paid = stepwise(self.total, costs, latest.high)
+        paid = latest.paid(self.total, costs)
         if not self._pays(level, wanted, paid, [self.STAY * x for x in noise]):
             if self._restored and len(self._looks) < 2:
                 return None  # one stretch of time says too little against it
@@ -656,142 +420,17 @@ class Planner:
         """The latest plan and what it rests on; builtins only."""
         plan = self.plans[-1]
         costs = [row_of(cost) for cost in plan.costs]
-        by_samples = {"by_samples": True} if plan.by_samples else {}
-        return {"costs": costs, "reach": list(plan.reach), "most": list(self.most), **by_samples}
+        told = ({"by_samples": True} if plan.by_samples else {}) | ({"grid": list(plan.grid)} if plan.grid else {})
+        return {"costs": costs, "reach": list(plan.reach), "most": list(self.most), **told}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue with the plan of :meth:`state_dict` from the first step on, within this planner's limits."""
         costs = tuple(cost_of(*cost) for cost in state["costs"])
-        by_samples = state.get("by_samples", False)
-        self.plans = [Plan(0, costs, self._low, self.high, tuple(state["reach"]), self._need, by_samples)]
+        by_samples, grid = state.get("by_samples", False), tuple(map(tuple, state.get("grid", ())))
+        grid = grid if self._grid is None else self._grid
+        self.plans = [Plan(0, costs, self._low, self.high, tuple(state["reach"]), self._need, by_samples, grid)]
         self._restored = True
         self.most = list(state["most"])
 
     def _note(self, shares: Sequence[int]) -> None:
         self.most = [max(most, n / self.total) for most, n in zip(self.most, shares, strict=True)]
-
-
-_MOST = 8  # changes of who takes part that are remembered; steps of all ranks lie closer together
-
-
-class _SharedSpan(NamedTuple):
-    """From a step on, these ranks shared the batches.
-
-    Attributes:
-        start: that step.
-        ids: of the ranks, in the order of the shares.
-        plans: that were in force.
-        total: samples of a full batch.
-        origin: what makes a step the number of a turn; ``None``: there are no turns.
-    """
-
-    start: int
-    ids: tuple[int, ...]
-    plans: tuple[Plan, ...]
-    total: int
-    origin: int | None
-
-    def share(self, id: int, step: int) -> int:
-        """A rank's samples of a full batch."""
-        if id not in self.ids:
-            return 0
-        plan = next((plan for plan in reversed(self.plans) if plan.start <= step), self.plans[0])
-        turn = None if self.origin is None else step + self.origin
-        return plan.split([self.total], turn)[0][self.ids.index(id)]
-
-
-class ShareHistory:
-    """Plans by which batches were shared before ranks were lost. Ranks are known by their ids."""
-
-    def __init__(self) -> None:
-        self._stretches: list[_SharedSpan] = []
-        self._start = 0  # the first step that those who remain share
-
-    def end(self, ids: Sequence[int], planner: Planner, start: int) -> None:
-        """Others share the batches from a step on.
-
-        Args:
-            ids: of the ranks that have shared them, in the order of the shares.
-            planner: of these ranks.
-            start: the first step that others share.
-        """
-        ended = _SharedSpan(self._start, tuple(ids), tuple(planner.plans), planner.total, planner.turn(0))
-        self._stretches, self._start = [*self._stretches, ended][-_MOST:], start
-
-    def samples(self, id: int, step: int) -> int:
-        """Samples that a lost rank was to take from a step on, until others took its share.
-
-        A batch that is smaller than others, at the end of an epoch, counts as a full one. Where plans are so old that
-        they are not remembered, the oldest one counts.
-
-        Args:
-            id: of the rank.
-            step: the first one that it has not done.
-        """
-        return sum(self._at(each).share(id, each) for each in range(step, self._start))
-
-    def _at(self, step: int) -> _SharedSpan:
-        return next((one for one in reversed(self._stretches) if one.start <= step), self._stretches[0])
-
-
-class Repartition(NamedTuple):
-    """Change of the ranks that share the batches, from a step on: some were lost.
-
-    Attributes:
-        former_ranks: of each rank, its number before.
-        start: the first step that they share; no rank has drawn it yet.
-        reports: how many times all ranks have acted on their reports, on the rank that has done so most often.
-    """
-
-    former_ranks: tuple[int, ...]
-    start: int
-    reports: int
-
-
-class PlanningState(NamedTuple):
-    """Plans and measurements of a planner; the same on ranks that have acted on the same reports.
-
-    Attributes:
-        plans: in force, and to come.
-        most: the largest part of a batch that each rank has been given so far.
-    """
-
-    plans: list[Plan]
-    most: list[float]
-
-    @classmethod
-    def of(cls, planner: Planner) -> "PlanningState":
-        """The state of a planner."""
-        return cls(list(planner.plans), list(planner.most))
-
-    def apply_to(self, planner: Planner) -> None:
-        """Let another planner of the same ranks know it, which may have missed the latest reports."""
-        planner.plans, planner.most = list(self.plans), list(self.most)
-
-
-def plan_for_survivors(former: Planner, kept: Sequence[int], planner: Planner) -> Planner:
-    """Let a planner go on for the ranks that remain, with what an earlier one knows of them.
-
-    Args:
-        former: of all ranks.
-        kept: of each rank that remains, its number there.
-        planner: a new one for these ranks, with the user's options for them.
-
-    Returns:
-        The new planner. It splits again at once, by the costs of the latest plan.
-
-    Raises:
-        ShareError: the ranks that remain cannot take a whole batch, in passes neither.
-    """
-    planner.least, planner.frozen, planner.one_pass = former.least, former.frozen, former.one_pass
-    planner.rotates, planner.origin, planner.whole = former.rotates, former.origin, former.whole
-    if former.limits_measured:
-        planner.limit([former.high[rank] for rank in kept])
-    planner.copy_trust(former)
-    state = former.state_dict()
-    own = {name: [state[name][rank] for rank in kept] for name in ("costs", "reach", "most") if state[name]}
-    planner.load_state_dict({**state, **own})
-    if former.total:
-        planner.expect(former.total)
-        planner.infers_total = former.infers_total
-    return planner

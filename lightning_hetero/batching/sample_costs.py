@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.data import Subset
 
 from lightning_hetero.batching.deal import Floats, Ints, Machines, deal_additive, deal_padded
-from lightning_hetero.batching.planner import Plan, exact_shares
+from lightning_hetero.batching.plan import Plan, exact_shares
 from lightning_hetero.batching.shares import check_limits, split
 from lightning_hetero.errors import ConfigurationError, DataError
 

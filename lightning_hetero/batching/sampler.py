@@ -15,7 +15,7 @@ from torch.utils.data import BatchSampler, Dataset, DistributedSampler, RandomSa
 from typing_extensions import override
 
 from lightning_hetero.batching.passes import in_passes
-from lightning_hetero.batching.planner import Plan
+from lightning_hetero.batching.plan import Plan
 from lightning_hetero.batching.sample_costs import BatchCosts, SampleCosts
 from lightning_hetero.batching.shares import check_limits
 from lightning_hetero.errors import DataError
@@ -571,7 +571,7 @@ class EvaluationSampler:
         if self._grows() and (room := sum(high)) < samples:
             high = tuple(-(-most * samples // room) for most in high)
         check_limits(samples, plan.costs, (1,) * world, high)  # there are no passes here
-        return replace(plan, low=(1,) * world, high=high).split([samples])[0]
+        return replace(plan, low=(1,) * world, high=high, idle=()).split([samples])[0]
 
 
 def batch_slice(batch: list[Any], shares: Sequence[int], rank: int) -> list[Any]:

@@ -284,6 +284,55 @@ def split(
     return shares
 
 
+#: Multiples, each with the share from which on it counts; the largest first.
+Grid = tuple[tuple[int, int], ...]
+
+
+def multiples(shares: Sequence[float], grid: Grid, low: Sequence[int]) -> list[int]:
+    """The multiple of which each share is to be; 1 where it is small, or the next one below is less than the least."""
+    found = [next((m for m, least in grid if share >= least), 1) for share in shares]
+    return [m if share // m * m >= lo else 1 for m, share, lo in zip(found, shares, low, strict=True)]
+
+
+def on_grid(
+    shares: Sequence[int],
+    grid: Grid,
+    costs: Sequence[Cost | Curve | Stepwise],
+    low: Sequence[int],
+    high: Sequence[int],
+) -> list[int]:
+    """Shares of which the large ones are multiples, with the same sum.
+
+    They are rounded down, and what is left goes, one multiple at a time, to whoever would finish first with it. What
+    is left in the end is less than a multiple, and goes to one rank.
+
+    Args:
+        shares: of :func:`split`.
+        grid: the multiples.
+        costs: one per rank.
+        low: least samples per rank.
+        high: most samples per rank. If they leave no room for multiples, shares stay as they are.
+
+    Example::
+
+        >>> from lightning_hetero.batching.shares import Cost, on_grid
+        >>> on_grid([150, 75, 31], ((8, 64),), [Cost(0, 1), Cost(0, 2), Cost(0, 5)], [1] * 3, [256] * 3)
+        [152, 72, 32]
+    """
+    each = multiples(shares, grid, low)
+    rounded = [share - share % m for share, m in zip(shares, each, strict=True)]
+    while left := sum(shares) - sum(rounded):
+        parts = [min(m, left) for m in each]
+        full, _, rank = min(
+            (n + part > h, cost.seconds(n + part), rank)
+            for rank, (n, part, h, cost) in enumerate(zip(rounded, parts, high, costs, strict=True))
+        )
+        if full:
+            return list(shares)
+        rounded[rank] += parts[rank]
+    return rounded
+
+
 def bound(
     total: int,
     costs: Sequence[Cost | Curve | Stepwise],
@@ -320,35 +369,49 @@ def makespan(shares: Sequence[int], costs: Sequence[Cost | Curve | Stepwise]) ->
 
 
 class TooSlow(NamedTuple):
-    """Advice to leave out ranks without which the job is faster, though the batch is split by speed.
+    """Ranks without which the job is faster, though the batch is split by speed.
 
     Attributes:
         ranks: which.
         samples: of all ranks in a step.
         step: seconds of the work of a step with all ranks.
         without: seconds of the work of a step without these.
+        idle: whether they get no samples.
+        keeps: why they keep their least share, in words; empty if nothing is in the way.
     """
 
     ranks: tuple[int, ...]
     samples: int
     step: float
     without: float
+    idle: bool = False
+    keeps: str = ""
 
     def __str__(self) -> str:
         first = ", ".join(map(str, self.ranks[:8])) + (", ..." if len(self.ranks) > 8 else "")
-        who = f"rank {first}" if len(self.ranks) == 1 else f"{len(self.ranks)} ranks: {first}"
-        it, its = ("it", "its") if len(self.ranks) == 1 else ("them", "their")
+        one = len(self.ranks) == 1
+        who = f"rank {first}" if one else f"{len(self.ranks)} ranks: {first}"
+        it, its, they, s = ("it", "its", "it", "s") if one else ("them", "their", "they", "")
         speeds = [self.samples / seconds for seconds in (self.step, self.without)]
         speed, faster = (f"{x:.0f}" if x >= 100 else f"{x:.3g}" for x in speeds)
-        return (
-            f"The job is faster without {who} ({faster} samples/s against {speed}). Even {its} least share of a batch "
-            f"takes longer than the whole batch would without {it}. Start the job without {it}, with "
-            f"global_batch_size={self.samples} to keep the batch."
+        text = (
+            f"Without {who} the job is {self.step / self.without:.2f} times as fast ({faster} samples/s against "
+            f"{speed}): even {its} least share of a batch takes longer than the whole batch would without {it}. "
         )
+        if self.idle:
+            return f"{text}So {they} get{s} no samples until that has changed."
+        start = f"tart the job without {it}, with global_batch_size={self.samples} to keep the batch."
+        if self.keeps:
+            return f"{text}{they.capitalize()} keep{s} {its} least share: {self.keeps}. S{start}"
+        if 0 in self.ranks or self.step < WORTH_IDLING * self.without:
+            return f"{text}S{start}"
+        return f"{text}Under hetero_ddp {they} get{s} no samples once that is sure. Otherwise s{start}"
 
 
 #: A gain of the job without some ranks is worth a word from this fraction of a step on.
 WORTH_LEAVING = 0.05
+#: Under hetero_ddp such ranks get no samples if their least share takes so many times as long as a step of the others.
+WORTH_IDLING = 1.1
 
 
 def too_slow(

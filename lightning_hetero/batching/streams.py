@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_in
 from typing_extensions import Self, override
 
 from lightning_hetero.batching.passes import Passes, in_passes
-from lightning_hetero.batching.planner import Plan
+from lightning_hetero.batching.plan import Plan
 from lightning_hetero.batching.sample_costs import StreamCosts
 from lightning_hetero.batching.sampler import Drawn, Position, RankSlot, SharedBatches, batch_slice
 from lightning_hetero.errors import DataError

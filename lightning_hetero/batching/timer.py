@@ -153,6 +153,11 @@ class StepTimer:
         self._depth = self._graphs = 0
         self.move_to(device)
 
+    @property
+    def compiles(self) -> bool:
+        """Whether ``torch.compile`` has captured graphs in this process by the end of the latest step."""
+        return self._graphs > 0
+
     def move_to(self, device: torch.device) -> None:
         """Measure what runs on this device from here on, and forget all else."""
         self._points = timestamps_of(device, self._clock)

@@ -74,9 +74,14 @@ class EmulatedSpeed(Callback):
         costs: Sequence[Device],
         change_at: Mapping[int, Sequence[Device]] | None = None,
     ) -> None:
-        if len(costs) == 0:
-            raise ConfigurationError(f"costs={costs!r}: give the (a, k) of each rank.")
         schedule = {0: costs, **(change_at or {})}
+        for row in schedule.values():
+            if len(row) == 0 or not all(
+                callable(cost) or (hasattr(cost, "__len__") and len(cost) == 2) for cost in row
+            ):
+                raise ConfigurationError(
+                    f"costs={row!r}: give the (a, k) of each rank: seconds per batch, and per sample."
+                )
         self._costs = {
             batch: [cost if callable(cost) else Cost(*cost) for cost in row] for batch, row in schedule.items()
         }
@@ -117,8 +122,9 @@ class EmulatedSpeed(Callback):
     @override
     def on_before_backward(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", loss: Tensor) -> None:
         """Sleep for as long as the emulated device would still compute when the real one is done."""
-        if self._began is None:
-            return  # another backward pass of a batch that has been slowed down already
+        strategy = self._strategy
+        if self._began is None or (isinstance(strategy, HeteroStrategy) and strategy.accounting.idle):
+            return  # another backward pass of a batch that has been slowed down already, or nothing is computed
         batch = trainer.fit_loop.epoch_loop.total_batch_idx
         cost = self._costs[max(start for start in self._costs if start <= batch)][trainer.global_rank]
         forward = self._clock() - self._began

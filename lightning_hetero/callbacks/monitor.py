@@ -315,7 +315,7 @@ class HeteroMonitor(Callback):
         self._seen = accounting.reports
         if before and all(any(report is one for one in before) for report in accounting.reports):
             return  # those of the ranks that remain
-        if not accounting.reports or not all(report.samples for report in accounting.reports):
+        if not accounting.reports or not all(report.steps for report in accounting.reports):
             return  # nothing yet, or the first times of a GPU are still to come
         samples, compute, wait = zip(*((r.samples, r.compute, r.wait) for r in accounting.reports), strict=True)
         planned = accounting.planner.total > 0  # but not for streams: no plan sizes their batches

@@ -41,7 +41,7 @@ class Record(NamedTuple):
     @property
     def samples_per_s(self) -> tuple[float, ...]:
         """Speed of each rank while it works."""
-        return tuple(n / seconds for n, seconds in zip(self.samples, self.compute, strict=True))
+        return tuple(n and n / seconds for n, seconds in zip(self.samples, self.compute, strict=True))
 
     @property
     def throughput(self) -> float:

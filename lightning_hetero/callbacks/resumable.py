@@ -26,8 +26,8 @@ from lightning_hetero.errors import ConfigurationError, UnsupportedError
 from lightning_hetero.lightning_compat import accumulates, resume_by
 from lightning_hetero.strategies.base import HeteroStrategy
 from lightning_hetero.strategies.replica import ReplicaStrategy
-from lightning_hetero.strategies.saving import Resumable
 from lightning_hetero.strategies.signals import loses_the_end
+from lightning_hetero.strategies.stopping import Resumable
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl

@@ -14,7 +14,6 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import nn
 
 from lightning_hetero.batching.accounting import BatchAccounting
-from lightning_hetero.batching.loss import LossTracker
 from lightning_hetero.batching.shares import cost_of, row_of
 from lightning_hetero.checkpoint_sections import add_section, section, unreadable
 from lightning_hetero.comm.agreement import gather
@@ -122,7 +121,7 @@ def add_replicas(
     who: CheckpointIdentity,
     view: View,
     save: str,
-    losses: LossTracker,
+    of_rank: Mapping[str, Any],
     sharded: bool = False,
 ) -> None:
     """Describe the replicas in rank 0's checkpoint (collective).
@@ -132,15 +131,15 @@ def add_replicas(
         who: saves.
         view: who takes part.
         save: the name of this save, which its shards bear.
-        losses: of this rank.
+        of_rank: what this rank has seen, by names beside those of a replica's state; builtins only.
         sharded: whether each rank has a part of its replica's state.
     """
-    everyone = gather(losses.state_dict(), "the ranks' losses to save")
+    everyone = gather(of_rank, "the ranks' losses and metrics to save")
     if view.rank == 0:
         ids = [member.id for member in view.replicas]
         names = {"strategy": who.strategy, "algorithm": who.algorithm, "save": save, "ids": ids}
         sizes = {"sizes": [len(member.ranks) for member in view.replicas]} if sharded else {}
-        replicas = {**names, "losses": everyone, "sharded": sharded, **sizes}
+        replicas = {**names, "ranks": everyone, "sharded": sharded, **sizes}
         add_section(checkpoint, "replicas", replicas)
 
 
@@ -177,7 +176,7 @@ def replica_mismatch(checkpoint: Mapping[str, Any], who: CheckpointIdentity, vie
         )
     if saved["algorithm"] != who.algorithm:
         return f"The checkpoint was saved by {saved['strategy']}, this is {who.strategy}."
-    ids, ranks = saved["ids"], len(saved["losses"])
+    ids, ranks = saved["ids"], len(saved["ranks"])
     if len(ids) != view.count or ranks != view.world:
         then = f"{len(ids)} replicas with {ranks} ranks"
         return f"The checkpoint was saved by {then}; this job has {view.count} with {view.world}."

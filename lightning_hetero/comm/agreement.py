@@ -83,6 +83,8 @@ def check_equal(what: str, values: Mapping[str, Any], group: dist.ProcessGroup |
     everyone = gather(dict(values), what, group)
     names = dict.fromkeys(name for one in everyone for name in one)
     differing = [name for name in names if len({repr(one.get(name, _MISSING)) for one in everyone}) > 1]
+    # Where, say, strategies differ, so do the names of their options, which would only hide the cause.
+    differing = [name for name in differing if all(name in one for one in everyone)] or differing
     ranks = range(len(everyone)) if group is None else dist.get_process_group_ranks(group)
     lines = [
         f"  {name}: "
@@ -104,24 +106,25 @@ def hash_of(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def raise_on_all(problem: HeteroError | None, what: str) -> None:
+def raise_on_all(problem: HeteroError | None, what: str, group: dist.ProcessGroup | None = None) -> None:
     """Raise an error on every rank if any rank has a problem (collective).
 
     Args:
         problem: of this rank, if it has one.
         what: describes what the ranks were about to do, in the error of the other ranks.
+        group: the ranks. Default: all.
 
     Raises:
         HeteroError: this rank's own problem.
         DisagreementError: the problem of another rank, with its number.
         CommunicationError: another rank did not take part in time.
     """
-    problems = gather(None if problem is None else str(problem), what)
-    wrong = [rank for rank, text in enumerate(problems) if text is not None]
-    if wrong:
-        first = wrong[0]
-        error = problem or DisagreementError(f"rank {first} cannot take part ({what}): {problems[first]}")
-        raise error.of_all(wrong)
+    problems = gather(None if problem is None else str(problem), what, group)
+    ranks = range(len(problems)) if group is None else dist.get_process_group_ranks(group)
+    wrong = {rank: text for rank, text in zip(ranks, problems, strict=True) if text is not None}
+    for first, text in wrong.items():
+        error = problem or DisagreementError(f"rank {first} cannot take part ({what}): {text}")
+        raise error.of_all(list(wrong)) if group is None else error
 
 
 class AsyncAllGather:

@@ -410,7 +410,11 @@ class ReplicaLinks:
     @property
     def in_columns(self) -> LayoutInColumns | None:
         """The cut of this rank's vectors into parts for several columns; ``None``: there is one column."""
-        return None if self._cut is None else LayoutInColumns(self._foreground.layout, self._cut)
+        return self.cut(self._foreground.layout)
+
+    def cut(self, layout: Layout) -> LayoutInColumns | None:
+        """The cut of vectors of a layout into parts for several columns; ``None``: there is one column."""
+        return None if self._cut is None else LayoutInColumns(layout, self._cut)
 
     def gather(self, value: Any) -> list[Any]:
         """One value per rank (collective over all ranks)."""
@@ -421,17 +425,42 @@ class ReplicaLinks:
 
         Collective over all ranks.
         """
-        values = self.gather(value)
-        return [values[rank] for rank in self._peers]
+        return self.gather_in_columns([value] * max(len(self._columns), 1))[0]
 
-    def broadcast_from(self, rank: int, tensor: Tensor) -> None:
-        """Give all ranks the tensor of one, in place; where each has a shard, those that have this one's.
+    def gather_in_columns(self, values: Sequence[T]) -> list[list[T]]:
+        """Of each column of this rank one value per replica; see :meth:`gather_of_replicas`.
 
-        Collective over these ranks.
+        Args:
+            values: of this rank, one for each of its columns; one where it has no shard.
         """
-        group = self._groups.get("from one rank to those with its shard", self._peers) if self._columns else None
-        if group is not None or not self._columns:
-            dist.broadcast(tensor, rank, group=group)
+        columns = [tuple(ranks) for ranks in self._columns or [self._peers]]
+        everyone = self.gather(dict(zip(columns, values, strict=True)))
+        return [[everyone[rank][ranks] for rank in ranks] for ranks in columns]
+
+    def broadcast_from_first(self, tensors: Sequence[Tensor], cut: LayoutInColumns | None = None) -> None:
+        """Give all ranks the tensors of the first replica, in place; where each has a shard, those of this shard.
+
+        Collective over all ranks.
+
+        Args:
+            tensors: vectors, the same on all ranks of a replica, or of this rank's shard.
+            cut: of the vectors into parts for several columns. Default: each column has all of them.
+        """
+        if not self._columns:
+            for tensor in tensors:
+                dist.broadcast(tensor, self._replicas[0][0])
+            return
+        received = list[list[Tensor]]()
+        for number, ranks in enumerate(self._columns):
+            group = self._groups.get("from one rank to those with its shard", ranks)
+            received.append([t.clone() for t in tensors] if cut is None else cut.parts(tensors, number))
+            for part in received[-1] if group is not None else ():
+                dist.broadcast(part, ranks[0], group=group)
+        if cut is not None:
+            cut.put(received, tensors)
+            return
+        for tensor, part in zip(tensors, received[0], strict=True):
+            tensor.copy_(part)
 
     def value_of(self, rank: int, value: T) -> T:
         """The value of a rank; where each has a shard, of the one of its replica that has this one's.

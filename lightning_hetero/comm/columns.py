@@ -53,6 +53,10 @@ class LayoutInColumns:
         self._layout, self._cut = layout, cut
         self._segments: dict[int | str, list[Segment]] = {}  # that were asked for
 
+    def of(self, vectors: Sequence[int]) -> "LayoutInColumns":
+        """The layout of some of the vectors only, given by their numbers."""
+        return LayoutInColumns([self._layout[number] for number in vectors], self._cut)
+
     def segments(self, of: int | str) -> list[Segment]:
         """The segments of a vector, given by its number, or of a value, given by its name; those of values in order."""
         if of not in self._segments:
@@ -74,10 +78,23 @@ class LayoutInColumns:
         """The parts of vectors of this layout that a column exchanges: new memory."""
         return [join(vector, self.segments(i), column) for i, vector in enumerate(vectors)]
 
-    def put(self, parts: Sequence[Tensor], vectors: Sequence[Tensor], column: int) -> None:
-        """Write parts to where :meth:`parts` takes them from."""
-        for i, (part, vector) in enumerate(zip(parts, vectors, strict=True)):
-            spread(part, vector, self.segments(i), column)
+    def by_name(self, parts: Sequence[Tensor], column: int) -> Iterator[tuple[str, Tensor]]:
+        """The values in :meth:`parts`, each after its name."""
+        for part, values in zip(parts, self._layout, strict=False):
+            of_values = [
+                [s for s in self._cut(name, value.numel()) if s.column == column] for name, value in values.items()
+            ]
+            lengths = [sum(stop - start for _, start, stop in segments) for segments in of_values]
+            yield from zip(values, part.split(lengths), strict=True)
+
+    def put(self, parts: Sequence[Sequence[Tensor]], vectors: Sequence[Tensor]) -> None:
+        """Write the parts of all columns to where :meth:`parts` takes them from.
+
+        Of what is in several columns, such as buffers, the first one counts.
+        """
+        for column in reversed(range(len(parts))):
+            for i, (part, vector) in enumerate(zip(parts[column], vectors, strict=True)):
+                spread(part, vector, self.segments(i), column)
 
     def pieces(self, state: Any, column: int, name: str | None = None) -> Any:
         """State, with what a column exchanges in the place of its tensors.

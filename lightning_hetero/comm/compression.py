@@ -91,7 +91,8 @@ class Encoding(ABC):
                 part.add_(whole[: len(part)])
 
     def _pieces(self, values: Tensor, message: Tensor) -> list[tuple[Tensor, Tensor]]:
-        return list(zip(values.split(self.chunk), message.split(self._bytes(self.chunk)), strict=False))
+        pieces = zip(values.split(self.chunk), message.split(self._bytes(self.chunk)), strict=False)
+        return list(pieces) if len(values) else []  # a shard may be empty
 
     def _filled(self, length: int) -> int:
         return -(-length // self.block) * self.block
@@ -329,6 +330,33 @@ class TwoBits(Encoding):
         return torch.gather(levels.float().mul_(unit), 1, codes.long(), out=out)
 
 
+class Narrow(Encoding):
+    """Each value in a dtype of 16 bits; those that are too large as the largest that there is.
+
+    Args:
+        dtype: of 16 bits.
+    """
+
+    block = 1
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self._dtype = dtype
+
+    @override
+    def _bytes(self, length: int) -> int:
+        return 2 * length
+
+    @override
+    def _encode(self, values: Tensor, message: Tensor) -> None:
+        short, most = message[: 2 * len(values)].view(self._dtype), torch.finfo(self._dtype).max
+        values.sub_(short.copy_(values.clamp(-most, most)))
+
+    @override
+    def _add(self, message: Tensor, out: Tensor) -> None:
+        out.add_(message[: 2 * len(out)].view(self._dtype))
+
+
 _SHIFTS = torch.tensor([0, 2, 4, 6], dtype=torch.uint8).view(1, 4, 1)  # of the four values in a byte
 _PLACES = torch.tensor([1, 4, 16, 64], dtype=torch.uint8).view(1, 4, 1)
 _INDEX = 0xFF  # the bits of an index: groups of up to 256 values
@@ -539,7 +567,7 @@ def refuse_low_bit(wire: str, strategies: str) -> None:
     if low:
         raise ConfigurationError(
             f"wire={wire!r}: {strategies}. Use one of {', '.join(map(repr, DTYPES))}; or hetero_node, hetero_daso, "
-            "hetero_easgd, hetero_easgd_overlap, hetero_eamsgd or hetero_diloco, which also take "
+            "hetero_easgd, hetero_easgd_overlap, hetero_eamsgd, hetero_diloco or hetero_diloco_async, which also take "
             f"{', '.join(map(repr, LOW_BIT))}."
         )
 

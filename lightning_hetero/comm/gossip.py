@@ -478,6 +478,11 @@ class PairTransport(PeerTransport):
         self._changed.notify_all()
 
 
+def part_of_the_way(theirs: float, own: float) -> float:
+    """The part of the way that a replica of one weight goes towards one of another."""
+    return theirs / (theirs + own) if theirs else 0.0
+
+
 class OwnVectors(NamedTuple):
     """Vectors that no other process sees.
 
@@ -489,7 +494,7 @@ class OwnVectors(NamedTuple):
 
 
 class PairsInColumns:
-    """Offers to the peer of a round, as :class:`PairTransport` does, in several columns: the parts go to its ranks.
+    """Offers to peers, as :class:`PairTransport` does, in several columns: each column has a peer of its own.
 
     If only some parts are exchanged, the others count as equal, so that nothing moves them.
 
@@ -504,6 +509,7 @@ class PairsInColumns:
 
     def __init__(self, columns: Sequence[PairTransport], like: Sequence[Tensor], layout: LayoutInColumns) -> None:
         self._columns, self._layout = columns, layout
+        self._found: list[PairResult | None] = []
         self.outbox = OwnVectors([torch.empty_like(value) for value in like])
         self._inbox = [torch.empty_like(value) for value in like]
 
@@ -526,10 +532,40 @@ class PairsInColumns:
         return self._whole(found) if any(found) else None
 
     def _whole(self, found: Sequence[PairResult | None]) -> PairResult:
-        for number, (column, swap) in enumerate(zip(self._columns, found, strict=True)):
-            self._layout.put(column.outbox.vectors if swap is None else swap.vectors, self._inbox, number)
-        there = [swap for swap in found if swap is not None]
+        pairs = list(zip(self._columns, found, strict=True))
+        self._layout.put([(own.outbox if swap is None else swap).vectors for own, swap in pairs], self._inbox)
+        self._found, there = list(found), [swap for swap in found if swap is not None]
         return PairResult(there[0].peer, there[0].weight, self._inbox, sum(swap.sent for swap in there))
+
+    def scale(self, difference: Sequence[Tensor], weight: float) -> None:
+        """Multiply the difference from the peers by the part of the way to go, which depends on the peer.
+
+        Args:
+            difference: from what the latest result has brought.
+            weight: of this replica.
+        """
+        parts = [self._layout.parts(difference, number) for number in range(len(self._columns))]
+        for of_column, swap in zip(parts, self._found, strict=True):
+            for part in of_column:
+                part.mul_(part_of_the_way(swap.weight, weight) if swap is not None else 0.0)
+        self._layout.put(parts, difference)
+
+    def take_misses(self) -> list[int]:
+        """The peers of exchanges that have failed since the last call, each once for several columns."""
+        misses = Counter[int]()
+        for column in self._columns:
+            misses |= Counter(column.take_misses())
+        return list(misses.elements())
+
+    def pause(self) -> None:
+        """Exchange nothing more for now. Waits for exchanges that are under way."""
+        for column in self._columns:
+            column.pause()
+
+    def resume(self) -> None:
+        """Go on, after :meth:`pause`."""
+        for column in self._columns:
+            column.resume()
 
     def lose(self, peer: int) -> None:
         """Go on without a peer."""

@@ -7,14 +7,21 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from lightning_hetero.comm.all_reduce import ReplicaLinks
 from lightning_hetero.comm.compression import DTYPES
-from lightning_hetero.comm.gossip import ANY, PairsInColumns, PairTransport, PushTransport, ReceivedPush
+from lightning_hetero.comm.gossip import (
+    ANY,
+    PairsInColumns,
+    PairTransport,
+    PushTransport,
+    ReceivedPush,
+    part_of_the_way,
+)
 from lightning_hetero.comm.gossip_peers import Session
 from lightning_hetero.comm.object_collectives import finite
 from lightning_hetero.comm.transport import KEY_BYTES, HostPort
@@ -42,15 +49,13 @@ class PeerClient(Generic[T]):
     """Exchanges of a replica with its peers (made by all ranks of all replicas together).
 
     Args:
-        endpoint: this rank's.
         links: of this replica.
+        transport: on leaders; elsewhere ``None``.
         origin: vectors that are the same on all replicas. On a wire narrower than them, differences from them travel.
         wire: number format.
+        deadline: seconds within which a message must be answered.
         met: completed exchanges with each peer, which are counted here.
         missed: those that were not completed.
-
-    Raises:
-        HeteroError: on every rank: some peers cannot be reached, or have another model.
 
     Attributes:
         links: of this replica.
@@ -59,23 +64,21 @@ class PeerClient(Generic[T]):
         distance: from the latest peer, where replicas exchange in pairs.
     """
 
-    kind: ClassVar[Any]
-
     def __init__(
         self,
-        endpoint: Endpoint,
         links: ReplicaLinks,
+        transport: T | None,
         origin: Sequence[Tensor],
         wire: str,
+        deadline: float,
         met: Counter[int],
         missed: Counter[int],
     ) -> None:
         self.links, self.met, self.missed, self.distance = links, met, missed, 0.0
-        self._origin, self._narrow, self._deadline = origin, DTYPES[wire], endpoint.deadline
-        like = [torch.empty(old.numel(), dtype=self._narrow or old.dtype) for old in origin]
-        self.transport: T | None = _connected(self.kind, endpoint, links, like)
+        self._origin, self._narrow, self._deadline = origin, DTYPES[wire], deadline
+        self.transport: T | None = transport
         # The leader, who sends it, lays it out straight in the outbox.
-        self.outgoing: Sequence[Tensor] = like if self.transport is None else self.transport.outbox.vectors
+        self.outgoing: Sequence[Tensor] = _like(origin, wire) if transport is None else transport.outbox.vectors
 
     def lay_out(self, values: Iterable[Tensor], origins: float = 1.0) -> None:
         """Write values where they are sent from, in the format of the wire.
@@ -134,8 +137,6 @@ class PairClient(PeerClient[PairTransport]):
     Attributes:
         offered: whether something is offered and has not been exchanged, as far as the replica knows.
     """
-
-    kind = PairTransport
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -209,7 +210,10 @@ class PairClient(PeerClient[PairTransport]):
         traffic.add(int(sent), now - self._began, 0.0)
         found = self.difference(vectors)
         self.distance = math.sqrt(sum(float(vector.dot(vector)) for vector in found))
-        return found, weight / (weight + self._weight) if weight else 0.0
+        if isinstance(self.transport, PairsInColumns):
+            self.transport.scale(found, self._weight)
+            return found, 1.0
+        return found, part_of_the_way(weight, self._weight)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -226,8 +230,6 @@ class PairClient(PeerClient[PairTransport]):
 
 class PushClient(PeerClient[PushTransport]):
     """Exchanges one way: sends to some peers in each round, and takes what has come from others."""
-
-    kind = PushTransport
 
     def send(self, peer: int, round_number: int, weight: float) -> bool:
         """Send what is laid out; whether it has gone (collective over the replica)."""
@@ -257,12 +259,11 @@ class PushClient(PeerClient[PushTransport]):
             self.transport.recycle(pushes)
 
     def waiting(self, remove: bool = False) -> list[ReceivedPush]:
-        """Pushes that have come and have not been taken, once nothing is on its way any more (collective).
+        """Pushes that have come and have not been taken (collective over the replica).
 
         Args:
             remove: whether they are taken now.
         """
-        self.links.gather(None)
         return self._shared([] if self.transport is None else self.transport.waiting(remove))
 
     def restore(self, pushes: Iterable[ReceivedPush]) -> None:
@@ -289,7 +290,123 @@ class PushClient(PeerClient[PushTransport]):
         self.links.traffic.exposed += seconds
 
 
-def _connected(kind: type[T], endpoint: Endpoint, links: ReplicaLinks, like: Sequence[Tensor]) -> T | None:
+def pair_client(
+    endpoint: Endpoint,
+    links: ReplicaLinks,
+    origin: Sequence[Tensor],
+    wire: str,
+    met: Counter[int],
+    missed: Counter[int],
+) -> PairClient:
+    """The client of a replica that meets others in pairs, connected to them (collective over all ranks).
+
+    Args:
+        endpoint: this rank's.
+        links: of this replica.
+        origin: see :class:`PeerClient`; so are the others.
+        wire: number format.
+        met: completed exchanges with each peer.
+        missed: those that were not completed.
+
+    Raises:
+        HeteroError: on every rank: some peers cannot be reached, or have another model.
+    """
+    like, cut = _like(origin, wire), links.in_columns
+    connected: list[PairTransport] = _connected(PairTransport, endpoint, links, like)
+    transport: Any = next(iter(connected), None) if cut is None else PairsInColumns(connected, like, cut)
+    return PairClient(links, transport, origin, wire, endpoint.deadline, met, missed)
+
+
+class PushClients(list[PushClient]):
+    """Clients of a replica that gives to others, connected to them: one for each column (collective over all ranks).
+
+    Args:
+        endpoint: this rank's.
+        links: of this replica.
+        origin: see :class:`PeerClient`; so are the others.
+        wire: number format.
+        met: completed exchanges with each peer, of the first column.
+        missed: those that were not completed.
+
+    Raises:
+        HeteroError: on every rank: some peers cannot be reached, or have another model.
+
+    Attributes:
+        cut: of vectors into parts for the columns; ``None``: there is one.
+        distance: is not known.
+    """
+
+    distance = 0.0
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        links: ReplicaLinks,
+        origin: Sequence[Tensor],
+        wire: str,
+        met: Counter[int],
+        missed: Counter[int],
+    ) -> None:
+        self._links, self.cut = links, links.in_columns
+        connected: list[Any] = _connected(PushTransport, endpoint, links, _like(origin, wire)) or [None]
+        self._columns = range(len(connected))
+        counters = [met, *(Counter[int]() for _ in connected[1:])]
+        super().__init__(
+            PushClient(links, transport, own, wire, endpoint.deadline, counter, missed)
+            for transport, own, counter in zip(connected, self.parts(origin), counters, strict=True)
+        )
+
+    def parts(self, vectors: Sequence[Tensor]) -> list[list[Tensor]]:
+        """Of each column its parts of vectors: new memory, unless there is one column."""
+        cut = self.cut
+        return [list(vectors)] if cut is None else [cut.parts(vectors, number) for number in self._columns]
+
+    def whole(self, parts: Sequence[Sequence[Tensor]], out: Sequence[Tensor] | None = None) -> list[Tensor]:
+        """Vectors from parts like those of :meth:`parts`.
+
+        Args:
+            parts: of all columns.
+            out: where to write them, unless there is one column. Default: new memory.
+        """
+        if self.cut is None:
+            return list(parts[0])
+        sizes = zip(self.cut.sizes, parts[0], strict=True)
+        vectors = [torch.empty(size, dtype=part.dtype) for size, part in sizes] if out is None else list(out)
+        self.cut.put(parts, vectors)
+        return vectors
+
+    def waiting(self, remove: bool = False) -> list[list[ReceivedPush]]:
+        """Of each column the pushes that have come, once nothing is on its way any more (collective over all ranks).
+
+        Args:
+            remove: whether they are taken now.
+        """
+        self._links.gather(None)
+        return [client.waiting(remove) for client in self]
+
+    def restore(self, pushes: Iterable[tuple[int, ReceivedPush]]) -> None:
+        """Let these have come, as in a checkpoint, each after the number of its column."""
+        for number, push in pushes:
+            self[number].restore([push])
+
+    def lose(self, peers: Sequence[int], links: ReplicaLinks) -> None:
+        """Go on without some peers, over the links of those that remain."""
+        self._links = links
+        for client in self:
+            client.lose(peers, links)
+
+    def close(self) -> None:
+        """Close all connections; idempotent."""
+        for client in self:
+            client.close()
+
+
+def _like(origin: Sequence[Tensor], wire: str) -> list[Tensor]:
+    """Memory for vectors in the format of the wire."""
+    return [torch.empty(old.numel(), dtype=DTYPES[wire] or old.dtype) for old in origin]
+
+
+def _connected(kind: type[T], endpoint: Endpoint, links: ReplicaLinks, like: Sequence[Tensor]) -> list[T]:
     """Let the ranks that exchange, one of each replica, know where to reach each other (collective over all ranks).
 
     Args:
@@ -299,7 +416,7 @@ def _connected(kind: type[T], endpoint: Endpoint, links: ReplicaLinks, like: Seq
         like: vectors of the sizes and dtypes to come, on the CPU.
 
     Returns:
-        The transport on leaders, ``None`` elsewhere.
+        The transport of each column of this rank; none where it does not exchange.
 
     Raises:
         HeteroError: on every rank: some peers cannot be reached, or have another model.
@@ -327,9 +444,7 @@ def _connected(kind: type[T], endpoint: Endpoint, links: ReplicaLinks, like: Seq
         for one in mine.values():
             one.close()
         raise problem or DisagreementError(next(text for text in problems if text))
-    if layout is not None:
-        return PairsInColumns(list(mine.values()), like, layout)  # type: ignore[arg-type, return-value]
-    return next(iter(mine.values()), None)
+    return list(mine.values())
 
 
 def _unreachable(places: Sequence[tuple[str, HostPort]]) -> HeteroError | None:

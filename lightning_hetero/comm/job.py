@@ -345,6 +345,12 @@ class RendezvousAddress(NamedTuple):
     world: int
     interface: str = ""
 
+    @classmethod
+    def of(cls, environment: Any, interface: str) -> "RendezvousAddress":
+        """As an environment of the launcher's says."""
+        rank, world = environment.global_rank(), environment.world_size()
+        return cls(environment.main_address, environment.main_port, rank, world, interface)
+
 
 def join_world(
     connect: Callable[[], None],

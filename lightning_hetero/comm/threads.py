@@ -247,7 +247,7 @@ def _abort(names: set[str]) -> None:
     with _changing:
         names = names.difference(map(_name, (*_excluded, *_others)), _lingering)
     for descriptor, name in _open_sockets():
-        if name in names:
+        if name in names and name not in lingering:  # a socket may have several descriptors
             with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
                 if _name(connection) != name:
                     continue  # it has just been closed, and another one has its number

@@ -183,12 +183,15 @@ def place_of(device: torch.device, host: str, node: int, local_rank: int) -> Pla
     return Place(host, node, local_rank, identity, f"{vendor}, NCCL {version}")
 
 
-def interface_towards(address: str) -> str:
+def interface_towards(address: str, interface: str | None = None) -> str:
     """The address from which this machine reaches another one. Asks the kernel, and sends nothing.
 
     Args:
         address: of the other machine, by name or number.
+        interface: to use, if one is given.
     """
+    if interface is not None:
+        return address_of(interface)
     family, *_, target = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(target)
@@ -215,12 +218,12 @@ def address_of(interface: str) -> str:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             answer = fcntl.ioctl(probe, _ADDRESS, struct.pack("40s", interface.encode()))
-        except (OSError, struct.error) as error:
+        except (OSError, struct.error):
             known = ", ".join(name for _, name in socket.if_nameindex())
             raise ConfigurationError(
                 f"interface={interface!r}: {socket.gethostname()} has no network interface of that name with "
                 f"an IPv4 address. It has {known}."
-            ) from error
+            ) from None
     return socket.inet_ntoa(answer[20:24])
 
 

@@ -3,7 +3,6 @@
 from typing import Any, NamedTuple
 
 from lightning_hetero.comm.failures import GONE
-from lightning_hetero.elastic.election import LeaderElection, MemberState
 from lightning_hetero.elastic.failure_detector import (
     AdaptiveTimeout,
     FailureDetector,
@@ -12,7 +11,7 @@ from lightning_hetero.elastic.failure_detector import (
     MemberChannel,
     MemberEnvironment,
 )
-from lightning_hetero.elastic.quorum import Key, Roster, decide
+from lightning_hetero.elastic.quorum import Key, LeaderElection, MemberState, Roster, decide
 
 
 class ViewProposal(NamedTuple):

@@ -7,8 +7,6 @@ from contextlib import contextmanager
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 
-from lightning_hetero.errors import LaunchError
-
 _script: list[str] = []  # the one that runs here, if this package runs it: its path, then its arguments
 
 
@@ -16,12 +14,7 @@ def run_script(path: str, arguments: Sequence[str]) -> None:
     """Run a script as ``python path arguments`` would, in this process.
 
     Importing this package has registered the strategy strings.
-
-    Raises:
-        LaunchError: there is no such file.
     """
-    if not Path(path).is_file():
-        raise LaunchError(f"there is no script {path} in {Path.cwd()}.")
     _script[:] = [str(Path(path).resolve()), *arguments]
     sys.argv = [path, *arguments]
     # In the place of this package's own starter; with PYTHONSAFEPATH Python has given that none.

@@ -5,6 +5,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,7 +30,7 @@ class ClusterOptions(NamedTuple):
 
     Attributes:
         nodes: their number.
-        ranks: of each node.
+        ranks: of the nodes, one after another and repeated.
         params: parameters of the model.
         step: seconds of a step of a rank of speed 1.
         speeds: of the nodes' ranks, repeated: relative to each other.
@@ -42,7 +43,7 @@ class ClusterOptions(NamedTuple):
     """
 
     nodes: int = 2
-    ranks: int = 4
+    ranks: Sequence[int] = (4,)
     params: float = 25e6
     step: float = 0.3
     speeds: Sequence[float] = (1.0,)
@@ -64,8 +65,13 @@ def cluster_from_options(wish: ClusterOptions) -> Cluster:
         ConfigurationError: a number that no cluster has.
     """
     _check(wish._asdict())
-    world = wish.nodes * wish.ranks
-    few_enough(world)
+    few_enough(wish.nodes * max(wish.ranks))
+    if len(wish.ranks) > wish.nodes:
+        raise ConfigurationError(
+            f"--ranks: numbers of {len(wish.ranks)} nodes for --nodes {wish.nodes}: give at most one each."
+        )
+    sizes = [wish.ranks[i % len(wish.ranks)] for i in range(wish.nodes)]
+    world = sum(sizes)
     if wish.fixed >= 1:
         raise ConfigurationError(
             f"--fixed={wish.fixed} is the part of a step that does not depend on samples: below 1."
@@ -76,8 +82,8 @@ def cluster_from_options(wish: ClusterOptions) -> Cluster:
         )
     fixed, each = wish.fixed * wish.step, (1 - wish.fixed) * wish.step / wish.batch
     costs = [Cost(fixed / speed, each / speed) for speed in wish.speeds]
-    ranks = [costs[i % len(costs)] for i in range(world)]
-    nodes = tuple(tuple(ranks[i : i + wish.ranks]) for i in range(0, world, wish.ranks))
+    ranks = (costs[i % len(costs)] for i in range(world))
+    nodes = tuple(tuple(islice(ranks, size)) for size in sizes)
     ways = LinkModel(MEMORY.latency, wish.inside), LinkModel(wish.latency, wish.link)
     return Cluster(nodes, wish.batch * world, 4 * wish.params, *ways, handling=wish.handling)
 
@@ -171,7 +177,7 @@ def _link_model(found: Mapping[str, Any], name: str, used: bool) -> LinkModel:
 def _check(given: Mapping[str, Any]) -> None:
     """See that numbers are finite, and none below its least."""
     for name, value in given.items():
-        values = value if name == "speeds" else [value]
+        values = value if name in ("speeds", "ranks") else [value]
         least = 0.0 if name in ("fixed", "latency") else math.ulp(0.0)
         if not all(math.isfinite(number) and number >= least for number in values):
             raise ConfigurationError(f"--{name}: {value} must be finite and {'at least' if least == 0 else 'above'} 0.")
@@ -210,12 +216,17 @@ def run(
         else cluster_from_file_and_options(measured, given)
     )
     if measured is None and (assumed := [name for name in ClusterOptions._fields if name not in given]):
-        defaults = ClusterOptions()._asdict() | {"speeds": "1"}
-        Console().print("assumed, not given: " + ", ".join(f"--{name} {_short(defaults[name])}" for name in assumed))
+        defaults = ClusterOptions()._asdict() | {"speeds": "1", "ranks": "4"}
+        Console().print(
+            "assumed, not given: " + ", ".join(f"--{name} {_short(name, defaults[name])}" for name in assumed)
+        )
     plan(cluster, every, wire, most if linked else None, out)
 
 
-def _short(value: Any) -> str:
+def _short(name: str, value: Any) -> str:
+    """As it would be typed."""
+    if name in ("link", "inside", "handling"):
+        return f"{value / 1e9:g}GB" if value >= 1e9 else f"{value / 1e6:g}MB"
     return value if isinstance(value, str) else f"{value:g}"
 
 
@@ -262,8 +273,8 @@ def plan(
         console.print(str(slow))
     console.print("\nWhat would help:")
     for change in changes(cluster, every, wire):
-        gain = f"{change.gain:.2f} times the samples/s" if change.gain > 1.005 else "nothing gained"
-        console.print(f"  {change.what}: {gain}, with {change.best.strategy}")
+        gain = f"{change.gain:.2f} times the samples/s, with {change.best.strategy}"
+        console.print(f"  {change.what}: {gain if change.gain > 1.005 else 'nothing gained'}")
     if most is None:
         console.print(
             "\nWeak scaling is left out: no link between nodes was measured. Give its rate, such as --link 1gbit."

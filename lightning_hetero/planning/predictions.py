@@ -10,7 +10,7 @@ DASO_EVERY = 4  # steps between two exchanges, by default
 _FRAGMENTS = 4
 #: Bytes per parameter that a rank keeps to average gradients: the buckets of DDP; and on the host, what goes over gloo.
 BUCKETS, OVER_GLOO = 4, 8
-_ANY, _WIDE, _NONE = tuple(WIRES), ("fp32", "bf16"), ("fp32",)
+_ANY, _WIDE = tuple(WIRES), ("fp32", "bf16")
 
 
 class StrategyKind(NamedTuple):
@@ -70,7 +70,7 @@ _NODES = {"replica": "node"}
 AVERAGES = (
     StrategyKind("hetero_node", "NodeAverageStrategy", "every_n_steps", nodes=True),
     StrategyKind("hetero_easgd", "EASGDStrategy", options=_AUTO),
-    StrategyKind("hetero_eamsgd", "EAMSGDStrategy", options=_AUTO, kept=16),
+    StrategyKind("hetero_eamsgd", "EAMSGDStrategy", options=_AUTO),
     StrategyKind("hetero_diloco", "DiLoCoStrategy", options=_NODES, nodes=True, kept=16),
     StrategyKind("hetero_easgd_overlap", "EASGDOverlapStrategy", options=_AUTO, behind="a step"),
     StrategyKind(
@@ -113,7 +113,7 @@ CENTERS = (
         repeatable=False,
         kept=16,
     ),
-    StrategyKind("hetero_diloco_async", "DiLoCoAsyncStrategy", wires=_NONE, repeatable=False, kept=36),
+    StrategyKind("hetero_diloco_async", "DiLoCoAsyncStrategy", repeatable=False, kept=36),
 )
 #: Replicas that meet in pairs.
 PAIRS = (

@@ -270,9 +270,8 @@ class Columns:
     Args:
         replicas: the ranks of each replica.
         rank: this process.
-        lengths: of each rank, the number of values that it holds of each parameter, by name. Where it is the whole
-            on every rank of a replica, all hold the same.
-        whole: names of values of which every rank holds all, such as buffers.
+        lengths: of each rank, the number of values that it holds of each sharded parameter, by name. Of all else, such
+            as buffers, every rank holds the whole, which is in all of its columns.
 
     Attributes:
         ranks: the columns of this rank, in the order in which all ranks work through theirs.
@@ -284,21 +283,17 @@ class Columns:
         replicas: Sequence[Sequence[int]],
         rank: int,
         lengths: Sequence[dict[str, int]],
-        whole: Sequence[str],
     ) -> None:
-        self.alike = len({len(ranks) for ranks in replicas}) == 1
-        self._rank, self._whole = rank, set(whole)
+        self.alike, self._rank = len({len(ranks) for ranks in replicas}) == 1, rank
         most = max(len(ranks) for ranks in replicas)
         places = [tuple(ranks[place % len(ranks)] for ranks in replicas) for place in range(most)]
         own = {place for place in places if rank in place}
         self._intervals: dict[str, list[tuple[tuple[int, ...], int, int]]] = {}
         if not self.alike:
             for name in lengths[rank]:
-                if name not in self._whole:
-                    self._intervals[name] = [piece for piece in _matched(name, replicas, lengths) if rank in piece[0]]
-                    own |= {column for column, *_ in self._intervals[name]}
+                self._intervals[name] = [piece for piece in _matched(name, replicas, lengths) if rank in piece[0]]
+                own |= {column for column, *_ in self._intervals[name]}
         self.ranks: list[tuple[int, ...]] = sorted(own)
-        self._places = [self.ranks.index(place) for place in places if rank in place]
 
     @classmethod
     def of(cls, module: nn.Module, replicas: Sequence[Sequence[int]], rank: int) -> "Columns":
@@ -318,8 +313,7 @@ class Columns:
         if len({len(ranks) for ranks in replicas}) > 1:
             raise_on_all(_not_by_rows(odd[0], replicas) if odd else None, "the model's shards")
         lengths = gather({name: local(p).numel() for name, p in sharded.items()}, "the sizes of shards")
-        whole = [name for name, _ in (*module.named_parameters(), *module.named_buffers()) if name not in sharded]
-        return cls(replicas, rank, lengths, whole)
+        return cls(replicas, rank, lengths)
 
     def cut(self, name: str, length: int) -> Iterator[Segment]:
         """The segments of a value that this rank exchanges with different ranks.
@@ -328,11 +322,9 @@ class Columns:
             name: of the parameter or buffer.
             length: number of values that this rank holds of it.
         """
-        if self.alike or name in self._whole:
-            for column in [0] if self.alike else self._places:
-                yield Segment(column, 0, length)
+        if (pieces := self._intervals.get(name)) is None:
+            yield from (Segment(column, 0, length) for column in range(len(self.ranks)))
             return
-        pieces = self._intervals[name]
         for ranks, start, stop in pieces:
             first = pieces[0][1]
             yield Segment(self.ranks.index(ranks), start - first, stop - first)

@@ -226,6 +226,32 @@ class Replica:
         return [flatten(group, old) for group, old in zip(self._groups, out, strict=False)]
 
     @torch.no_grad()
+    def pack_moved(self, by: Mapping[str, tuple[Tensor, float]], out: Sequence[Tensor]) -> list[Tensor]:
+        """As :meth:`pack`, of the values plus multiples of other tensors. The model itself does not change.
+
+        Args:
+            by: tensors like the values, each with its factor, by the values' names. Other values are packed as they
+                are.
+            out: as for :meth:`pack`.
+        """
+        if self._settle is not None:
+            self._settle()
+        stage = stage_of(self._device)
+        for group, flat in zip(self._groups, out, strict=False):
+            for value, place in zip(group, flat.split([value.numel() for value in group]), strict=True):
+                vectors = value.detach().reshape(-1), place
+                if (found := by.get(self._names[id(value)])) is None:
+                    place.copy_(vectors[0], non_blocking=stage.has_streams)
+                    continue
+                size = max(self._piece // value.element_size(), 1) if value.device.type != "cpu" else value.numel()
+                parts = (vector.split(size) for vector in (*vectors, found[0].reshape(-1)))
+                for own, there, other in zip(*parts, strict=True):
+                    there.copy_(own.add(other, alpha=found[1]), non_blocking=stage.has_streams)
+        if (ready := stage.ready()) is not None:
+            ready.synchronize()
+        return list(out)
+
+    @torch.no_grad()
     def snapshot(self, out: Sequence[Tensor] | None = None) -> tuple[list[Tensor], Callable[[], object]]:
         """Begin a copy as :meth:`pack` makes it, for which the host does not wait.
 
@@ -273,13 +299,18 @@ class Replica:
             self._in_place.end(after_backward)
             stage_of(self._device).before_overwrite()
 
+    @property
+    def _piece(self) -> int:
+        """Bytes of the model that are worked on at a time on an accelerator, beside the model itself."""
+        return max(sum(value.nbytes for group in self._groups for value in group) // PIECES, SMALLEST)
+
     def _pieces(self, flats: Sequence[Tensor]) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
         """Tensors of the model, and the parts of vectors that belong to them, on the model's device.
 
         On an accelerator it is a part of the model at a time, which takes less of its memory.
         """
         self.before_overwrite()
-        limit = max(sum(value.nbytes for group in self._groups for value in group) // PIECES, SMALLEST)
+        limit = self._piece
         for group, flat in zip(self._groups, flats, strict=False):
             if group[0].device.type == "cpu" or flat.device == group[0].device:
                 yield group, split_vector(flat, group)

@@ -13,7 +13,8 @@ from typing_extensions import override
 from lightning_hetero import lightning_compat
 from lightning_hetero.algorithms.automatic import AutoAverager
 from lightning_hetero.algorithms.base import Averager
-from lightning_hetero.batching.planner import Repartition, Report
+from lightning_hetero.batching.repartition import Repartition
+from lightning_hetero.batching.reports import Report
 from lightning_hetero.batching.sampler import ShareSampler
 from lightning_hetero.batching.shares import Cost
 from lightning_hetero.checkpoint.format import CheckpointIdentity

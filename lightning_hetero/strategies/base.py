@@ -44,12 +44,13 @@ from lightning_hetero.strategies.position import describe, tell_while_waiting
 from lightning_hetero.strategies.recovery import PeerRecovery
 from lightning_hetero.strategies.replica_ddp import ReplicaDDP
 from lightning_hetero.strategies.signals import StopRequest, end_at_once
+from lightning_hetero.strategies.stopping import save_to_resume
 from lightning_hetero.strategies.trainer_checks import check_model, check_trainer, restore_trainable, unshardable
 from lightning_hetero.strategies.training_step import (
     EvaluationStep,
-    apply,
     explain_unused,
     mark_sizes_dynamic,
+    say_outcome,
     values_shared,
 )
 
@@ -205,7 +206,7 @@ class HeteroStrategy(JobStrategy):
 
     def _save_and_stop(self) -> None:
         """All ranks have been asked to stop: save, and let no rank count as lost that ends now (collective)."""
-        saving.save_to_resume(self.trainer)
+        save_to_resume(self.trainer)
         self.accounting.apply_reports()  # leave nothing in flight
         self.recovery.end()
 
@@ -314,7 +315,7 @@ class HeteroStrategy(JobStrategy):
         self.recovery.retry(lambda: self.step.batch_ended(self.trainer, window=True))
         self.step.window_ended()
         self._compare_parameters()
-        apply(self.recovery.exchange(lambda: self.engine.exchange()), type(self).__name__)
+        say_outcome(self.recovery.exchange(lambda: self.engine.exchange()), type(self).__name__)
         self.recovery.retry(lambda: self.engine.exchange_completed())
 
     def _compare_parameters(self) -> None:

@@ -158,13 +158,13 @@ class CollectiveObserver:
 
     Attributes:
         weighed: whether the losses of ranks are weighted by their samples, and those may differ.
-        refuse: called with the name of a collective that a training step calls by itself.
+        met: called with the name of a collective that a training step calls by itself.
     """
 
     def __init__(self, timer: StepTimer, several: bool) -> None:
         self._timer, self._several, self._warned = timer, several, False
         self.weighed = False
-        self.refuse: Callable[[str], None] = lambda name: None
+        self.met: Callable[[str], None] = lambda name: None
 
     def forward(self) -> AbstractContextManager[None]:
         """A block in which a training step runs."""
@@ -184,7 +184,7 @@ class CollectiveObserver:
     def _in_forward(self, name: str, group: dist.ProcessGroup | None) -> AbstractContextManager[None]:
         own = not self._timer.is_waiting and torch._C._current_graph_task_id() == -1  # -1: in no backward pass
         if own:
-            self.refuse(f"torch.distributed.{name}")
+            self.met(f"torch.distributed.{name}")
         if self.weighed and own and name in _SUMS and not (self._several and is_world(group)):
             self.weighed = False
             rank_zero_warn(

@@ -20,17 +20,17 @@ from typing_extensions import override
 from lightning_hetero import lightning_compat
 from lightning_hetero.batching.accounting import BatchAccounting
 from lightning_hetero.batching.planner import Planner
-from lightning_hetero.batching.sampler import Position, check_enough, has_own_batches, is_sharded
+from lightning_hetero.batching.sampler import Position, has_own_batches, is_sharded
 from lightning_hetero.batching.timer import StepTimer
 from lightning_hetero.batching.weights import gradient_weight, preserve_buffers, zero_backward
 from lightning_hetero.checkpoint.format import add_plan, restore_plan
-from lightning_hetero.comm.agreement import AsyncAllGather, check_equal, raise_on_all, value_of_rank
+from lightning_hetero.comm.agreement import AsyncAllGather, raise_on_all, value_of_rank
 from lightning_hetero.comm.failures import deadline
 from lightning_hetero.comm.job import Job, RendezvousAddress, join_world
-from lightning_hetero.comm.topology import address_of, interface_towards, place_of
+from lightning_hetero.comm.topology import interface_towards, place_of
 from lightning_hetero.errors import ConfigurationError, HeteroError, UnsupportedError, not_none
 from lightning_hetero.launch.environment import hostname
-from lightning_hetero.strategies.loaders import Loaders, described
+from lightning_hetero.strategies.loaders import Loaders
 from lightning_hetero.strategies.options import Options
 from lightning_hetero.strategies.replica_ddp import ReplicaDDP, use_shared_memory_allreduce
 from lightning_hetero.strategies.training_step import mark_sizes_dynamic
@@ -92,10 +92,8 @@ class HeteroFabricStrategy(DDPStrategy):
         environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
         environment.set_world_size(self.num_nodes * self.num_processes)
         rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
-        own = interface_towards(environment.main_address)
-        own = own if options.interface is None else address_of(options.interface)
-        port, rank, world = environment.main_port, environment.global_rank(), environment.world_size()
-        address = RendezvousAddress(environment.main_address, port, rank, world, own)
+        address = RendezvousAddress.of(environment, interface_towards(environment.main_address, options.interface))
+        rank, world = address.rank, address.world
         connect = partial(lightning_compat.init_dist_connection, environment, "gloo", timeout=options.limit)
         join_world(connect, address, options.limit)
         place = place_of(self.root_device, hostname(), self.node_rank, self.local_rank)
@@ -103,7 +101,6 @@ class HeteroFabricStrategy(DDPStrategy):
         self.job = Job.join(place, options.ranks_per_node, lambda _: (tuple(range(world)),), agreed, options.limit)
         self.timer.move_to(self.root_device)
         planner, ranks = options.planner(world), self.job.view.replica.ranks
-        planner.one_pass = "Fabric runs a batch at once."
 
         def loaders(plans: Planner) -> Loaders:
             broadcast, size = partial(value_of_rank, rank=0), options.global_batch_size
@@ -143,12 +140,9 @@ class HeteroFabricStrategy(DDPStrategy):
     def process_dataloader(self, dataloader: DataLoader) -> Any:
         problem = _unsuitable(dataloader)
         raise_on_all(problem, "a dataloader")
-        check_equal("a dataloader", described(dataloader, "map", agreed=False))
-        check_enough(len(dataloader.dataset), self.world_size, "given")  # type: ignore[arg-type]
+        trained = self.loaders.training(copy.copy(dataloader), sharded_by_user=False, module=None)
         evaluated = self.evaluating.evaluation(copy.copy(dataloader), "evaluation")
-        return _SharedLoader(
-            dataloader, self.loaders.in_shares(copy.copy(dataloader)), evaluated, self._fetching, self._fetched
-        )
+        return _SharedLoader(dataloader, trained, evaluated, self._fetching, self._fetched)
 
     def _begin_pass(self) -> Position:
         running = not_none(self._running, "the loader that trains")

@@ -7,24 +7,27 @@ from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 
 from lightning_hetero.algorithms.engine import Engine
 from lightning_hetero.batching.accounting import BatchAccounting
 from lightning_hetero.batching.nonfinite import NonFiniteGuard
-from lightning_hetero.batching.planner import Repartition, plan_for_survivors
+from lightning_hetero.batching.plan_thread import PlanAgreement
+from lightning_hetero.batching.repartition import Repartition, plan_for_survivors
 from lightning_hetero.batching.sample_costs import SampleCosts, StreamCosts, sample_costs_of, stream_costs_of
 from lightning_hetero.batching.sampler import Position
 from lightning_hetero.batching.stream_peers import StreamPeers
 from lightning_hetero.batching.streams import SharedStream
 from lightning_hetero.batching.timer import StepTimer
 from lightning_hetero.batching.weights import samples_in
-from lightning_hetero.comm.agreement import AsyncAllGather
+from lightning_hetero.comm import failures
+from lightning_hetero.comm.agreement import AsyncAllGather, gather, value_of_rank
+from lightning_hetero.comm.all_reduce import ReplicaLinks
 from lightning_hetero.comm.collectives import Collectives
 from lightning_hetero.comm.job import Job
 from lightning_hetero.errors import UnsupportedError, not_none
 from lightning_hetero.replicas.drift import ParameterDriftCheck
 from lightning_hetero.replicas.optimizer_states import hyperparameters
+from lightning_hetero.replicas.sharding import Columns, is_sharded
 from lightning_hetero.strategies.default_groups import GroupOverrides
 from lightning_hetero.strategies.loaders import Loaders
 from lightning_hetero.strategies.options import Options
@@ -36,28 +39,63 @@ if TYPE_CHECKING:
     import lightning.pytorch as pl
 
 
+_fits = count()  # of this process
+
+
+@dataclass(frozen=True)
+class Lasting:
+    """Collaborators of a strategy that last from one view to the next, and what it says of itself.
+
+    Attributes:
+        timer: this rank's timer.
+        collectives: of the strategy.
+        trainer: gives the Trainer once there is one.
+        make_engine: makes what happens between replicas.
+        make_links: makes the network between replicas; given with which ranks this one exchanges its shards, if any.
+        current: gives the accounting of the latest view: loaders stay when ranks are lost.
+        retry: calls a function of what ranks do together, and calls it again if a rank was lost meanwhile.
+        changing: whether ranks recover from a loss.
+    """
+
+    timer: StepTimer
+    collectives: Collectives
+    trainer: "Callable[[], pl.Trainer]"
+    make_engine: Callable[[Job, BatchAccounting], Engine]
+    make_links: Callable[[Job, Columns | None], ReplicaLinks]
+    current: Callable[[], BatchAccounting]
+    retry: Callable[[Callable[[], Any]], Any]
+    changing: Callable[[], bool]
+
+
 @dataclass(frozen=True)
 class Fit:
     """The collaborators of a fit in one view of the ranks.
 
+    :meth:`build` makes them, but for those that need more than the view: :meth:`connect` follows once the model is
+    wrapped, :meth:`begin_plans` when training starts.
+
     Attributes:
+        job: with the view.
+        options: of the strategy.
+        lasting: what lasts from one view to the next.
         accounting: of this rank's batches.
         engine: what happens between replicas.
         step: a training step.
         loaders: the dataloaders.
         nonfinite: looks for losses and gradients that are not finite.
         buckets: chooses the size of DDP's buckets.
-        data_group: gives the group in which the replica averages gradients; ``None``: it is one rank.
         drift: compares parameters where the replica has unlike devices.
     """
 
+    job: Job
+    options: Options
+    lasting: Lasting
     accounting: BatchAccounting
     engine: Engine
     step: TrainingStep
     loaders: Loaders
     nonfinite: NonFiniteGuard
     buckets: BucketSize
-    data_group: Callable[[], dist.ProcessGroup | None]
     drift: ParameterDriftCheck | None
 
     def ready_for_batch_norm(self, model: torch.nn.Module, layer_sync: Any, lent: GroupOverrides) -> Any:
@@ -73,7 +111,7 @@ class Fit:
         """
         if any(isinstance(module, torch.nn.modules.batchnorm._BatchNorm) for module in model.modules()):
             self.accounting.planner.least = 2  # it cannot normalise one sample
-        group = self.data_group()
+        group = self.job.data_group()
         lent.lend_layers(model, group)
         return None if layer_sync is None else ReplicaSyncBatchNorm(group, lent)
 
@@ -82,12 +120,7 @@ class Fit:
         cls,
         job: Job,
         options: Options,
-        timer: StepTimer,
-        collectives: Collectives,
-        trainer: "Callable[[], pl.Trainer]",
-        make_engine: Callable[[Job, BatchAccounting], Engine],
-        current: Callable[[], BatchAccounting],
-        retry: Callable[[Callable[[], Any]], Any],
+        lasting: Lasting,
         former: "Fit | None" = None,
         repartition: Repartition | None = None,
     ) -> "Fit":
@@ -96,12 +129,7 @@ class Fit:
         Args:
             job: with the view.
             options: of the strategy.
-            timer: this rank's timer.
-            collectives: of the strategy.
-            trainer: gives the Trainer once there is one.
-            make_engine: makes what happens between replicas.
-            current: gives the accounting of the latest view: loaders stay when ranks are lost.
-            retry: calls a function of what ranks do together, and calls it again if a rank was lost meanwhile.
+            lasting: what lasts from one view to the next.
             former: what was made from an earlier view, which goes on in the new parts.
             repartition: in the midst of a fit: which of the former ranks remain, and from which step on they share
                 batches.
@@ -111,6 +139,8 @@ class Fit:
                 are to get the same samples.
         """
         view, size = job.view, options.tensor_parallel
+        timer, collectives, trainer = lasting.timer, lasting.collectives, lasting.trainer
+        current, retry = lasting.current, lasting.retry
         data = view.data_parallel(size)
         # Replicas that differ look when they meet, so that all learn of it at once.
         mode = options.on_nan if view.count == 1 else "ignore"
@@ -172,7 +202,7 @@ class Fit:
         nonfinite = NonFiniteGuard(mode, ranks, small, timer.waiting, lambda: describe(trainer()), on_devices)
         if former is not None:
             accounting.continue_from(former.accounting, repartition)
-        engine = make_engine(job, accounting)
+        engine = lasting.make_engine(job, accounting)
         if former is not None:
             engine.continue_from(former.engine)
         survives = options.on_peer_loss == "continue"
@@ -182,7 +212,71 @@ class Fit:
             nonfinite.continue_from(former.nonfinite)
             step.continue_from(former.step)
             loaders.continue_from(former.loaders, repartition)  # last: it changes loaders, which go on
-        return cls(accounting, engine, step, loaders, nonfinite, BucketSize(), job.data_group, drift)
+        return cls(job, options, lasting, accounting, engine, step, loaders, nonfinite, BucketSize(), drift)
+
+    def connect(self, model: torch.nn.Module) -> Columns | None:
+        """Let each rank exchange its shards with those that hold the same, if the model is sharded (collective).
+
+        Args:
+            model: is wrapped.
+
+        Returns:
+            With which ranks of other replicas this one exchanges; ``None``: the model is whole.
+        """
+        if not is_sharded(model):
+            return None
+        columns = Columns.of(model, self.job.view.ranks, self.job.view.rank)
+        links = self.lasting.make_links(self.job, columns)
+        links.traffic, self.engine.links = self.engine.links.traffic, links
+        return columns
+
+    # -- plans that are agreed in the background ---------------------------------------------------
+
+    def begin_plans(self) -> None:
+        """Agree on plans in the background from now on, if that serves the strategy (collective).
+
+        Where replicas exchange all at once, plans come from the reports that they exchange there. So they do where
+        only reports tell how large a step is.
+        """
+        self.end_plans()  # of a fit that did not
+        job, planner, lasting = self.job, self.accounting.planner, self.lasting
+        moves = planner.auto and not planner.frozen and planner.total > 0 and not planner.infers_total
+        if not moves or self.engine.lockstep or job.view.count == 1:
+            return
+        fit = next(_fits)
+        if job.view.rank == 0:
+            PlanAgreement.open_mailboxes(job.store(f"plans/{fit}"), job.view.world)
+        store = job.store(f"plans/{value_of_rank(fit, 0)}")
+
+        def lost() -> str | None:
+            failure = failures.first_failure(0.0)
+            return str(failure) if failure else "a rank was lost" if lasting.changing() else None
+
+        def before_draw(step: int) -> None:
+            agreement = lasting.current().agreement  # another one, once ranks were lost
+            if agreement is not None:
+                agreement.before_draw(step)
+
+        PlanAgreement(self.accounting, store, job.view.rank, self.options.limit.total_seconds(), lost)
+        planner.before_draw = lambda step: lasting.retry(lambda: before_draw(step))
+
+    def settle_plan(self) -> None:
+        """End with the same plan on all ranks that remain (collective over them)."""
+        if (agreement := self.accounting.agreement) is not None:
+            agreement.settle(lambda plan: gather(plan, "the plan that is agreed"))
+
+    def end_plans(self) -> None:
+        """All ranks have trained on all that they draw, or are about to have (collective)."""
+        if (agreement := self.accounting.agreement) is not None:
+            retry = self.lasting.retry
+            retry(lambda: gather(None, "the end of training"))  # until then some may wait for others
+            retry(self.settle_plan)
+            agreement.close()
+
+    def close_plans(self) -> None:
+        """End the thread, if there is one; idempotent."""
+        if self.accounting.agreement is not None:
+            self.accounting.agreement.close()
 
 
 def _drift_check(job: Job) -> ParameterDriftCheck | None:

@@ -4,7 +4,6 @@ import os
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
-from itertools import count
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
@@ -21,11 +20,11 @@ from typing_extensions import override
 from lightning_hetero import lightning_compat
 from lightning_hetero.algorithms.base import FitInfo
 from lightning_hetero.algorithms.engine import Engine
-from lightning_hetero.batching.accounting import BatchAccounting, PlanAgreement
-from lightning_hetero.batching.planner import PlanningState, Repartition, ShareHistory
+from lightning_hetero.batching.accounting import BatchAccounting
+from lightning_hetero.batching.repartition import PlanningState, Repartition, ShareHistory
 from lightning_hetero.batching.timer import StepTimer
 from lightning_hetero.comm import failures
-from lightning_hetero.comm.agreement import gather, raise_on_all, value_of_rank
+from lightning_hetero.comm.agreement import raise_on_all, value_of_rank
 from lightning_hetero.comm.all_reduce import Between, ReplicaLinks
 from lightning_hetero.comm.collectives import Collectives
 from lightning_hetero.comm.failures import deadline
@@ -33,7 +32,7 @@ from lightning_hetero.comm.job import Job, RendezvousAddress, ViewSuccession, jo
 from lightning_hetero.comm.retry import collective
 from lightning_hetero.comm.stores import StoreUser
 from lightning_hetero.comm.threads import record_sockets
-from lightning_hetero.comm.topology import Topology, address_of, interface_towards, place_of
+from lightning_hetero.comm.topology import Topology, interface_towards, place_of
 from lightning_hetero.comm.transport import free_port, listen_within
 from lightning_hetero.comm.view import View
 from lightning_hetero.errors import MembershipLostError, UnsupportedError, not_none
@@ -43,7 +42,7 @@ from lightning_hetero.replicas import optimizer_states
 from lightning_hetero.replicas.sharding import Columns, ShardTraffic, forget_step, is_sharded, wrong_mesh
 from lightning_hetero.replicas.vectors import broadcast_shards
 from lightning_hetero.strategies.default_groups import GroupOverrides, register_hook
-from lightning_hetero.strategies.fit import Fit
+from lightning_hetero.strategies.fit import Fit, Lasting
 from lightning_hetero.strategies.metrics import MonitoredMetrics
 from lightning_hetero.strategies.numbering import continue_logs, launched, show_progress
 from lightning_hetero.strategies.options import Options
@@ -52,11 +51,10 @@ from lightning_hetero.strategies.recovery_policy import JoinTicket, RecoveryPoli
 from lightning_hetero.strategies.replica_ddp import ReplicaDDP, use_shared_memory_allreduce
 from lightning_hetero.strategies.signals import StopRequest
 from lightning_hetero.strategies.training_step import TrainingStep
+from lightning_hetero.version import __version__
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
-
-_fits = count()  # of this process
 
 
 class JobStrategy(DDPStrategy):
@@ -129,10 +127,9 @@ class JobStrategy(DDPStrategy):
         sharing = job.view.data_parallel(self.options.tensor_parallel)
         return Engine(job.view, self.make_links(job), accounting, self.options.rebalance_every_n_steps, sharing)
 
-    def make_links(self, job: Job) -> ReplicaLinks:
-        """The network between replicas (collective)."""
+    def make_links(self, job: Job, plan: Columns | None = None) -> ReplicaLinks:
+        """The network between replicas, or between their shards (collective)."""
         skip: Literal["error", "skip"] = "skip" if self.options.on_nan == "skip" else "error"
-        plan = self.columns
         columns, cut = () if plan is None else plan.ranks, None if plan is None or plan.alike else plan.cut
         between: Between = "gloo" if columns or self.options.on_peer_loss == "continue" else self.options.between
         on_devices = job.on_devices(between, self.root_device)
@@ -198,9 +195,7 @@ class JobStrategy(DDPStrategy):
     @property
     def interface(self) -> str:
         """This rank's address in the network of the job."""
-        if self.options.interface is not None:
-            return address_of(self.options.interface)
-        return interface_towards(self.environment.main_address)
+        return interface_towards(self.environment.main_address, self.options.interface)
 
     @property
     def launch(self) -> str:
@@ -258,13 +253,7 @@ class JobStrategy(DDPStrategy):
             failures.watch_ranks(self.interface, limit.total_seconds())
             return
         environment = self.environment
-        address = RendezvousAddress(
-            environment.main_address,
-            environment.main_port,
-            environment.global_rank(),
-            environment.world_size(),
-            self.interface,
-        )
+        address = RendezvousAddress.of(environment, self.interface)
 
         def init() -> None:
             with record_sockets(of_all=True):
@@ -288,7 +277,12 @@ class JobStrategy(DDPStrategy):
         follows = None
         if ticket is not None:
             follows = ViewSuccession(ticket.admission.view, self.launch, ticket.replica)
-        agreed = {"strategy": type(self).__name__, **options.agreed(), **self.algorithm_options()}
+        agreed = {
+            "lightning_hetero": __version__,
+            "strategy": type(self).__name__,
+            **options.agreed(),
+            **self.algorithm_options(),
+        }
         job = Job.join(place, options.ranks_per_node, self.replicas, agreed, options.limit, follows)
         if ticket is not None and is_sharded(self.lightning_module):
             job.view = replace(job.view, ranks_leave=False)  # also where one replica remains
@@ -325,18 +319,17 @@ class JobStrategy(DDPStrategy):
         In the midst of a fit ``repartition`` says which of the former ranks remain.
         """
         former = self.collaborators if self.joined else None
-        parts = Fit.build(
-            job,
-            self.options,
+        lasting = Lasting(
             self.timer,
             self.collectives,
             lambda: self.trainer,
             self.make_engine,
+            self.make_links,
             lambda: self.accounting,
             lambda operation: self.recovery.retry(operation),
-            former,
-            repartition,
+            lambda: self.recovery.changing,
         )
+        self.columns, parts = None, Fit.build(job, self.options, lasting, former, repartition)
         self._job, self.collaborators = job, parts
         self.accounting, self.engine, self.step = parts.accounting, parts.engine, parts.step
 
@@ -353,12 +346,11 @@ class JobStrategy(DDPStrategy):
         before, engine = self.job, self.engine
         self.take_number(job)
         failures.watch_ranks(self.interface, self.options.limit.total_seconds(), job.view.ids)
-        self._settle_plan()
+        self.collaborators.settle_plan()
         known = PlanningState.of(self.accounting.planner)
         value_of_rank(known, source).apply_to(self.accounting.planner)
         sharing = before.view.data_parallel(self.options.tensor_parallel)
         past.end(sharing.ids, self.accounting.planner, repartition.start)
-        self.columns = None
         self.build(job, repartition)
         self.engine.take_over(engine, [before.view.index_of(member.id) for member in job.view.replicas])
         if self.accumulates_locally:  # each is weighted for a mean over the former ranks
@@ -380,7 +372,7 @@ class JobStrategy(DDPStrategy):
         """Let what works through the store, and plans, go on in a new view (collective)."""
         for purpose, user in self.store_users.items():
             user.move(self.job.store(purpose))
-        self.begin_background_plans()
+        self.collaborators.begin_plans()
         self.timer.restart()
 
     def abandon(self) -> None:
@@ -473,13 +465,9 @@ class JobStrategy(DDPStrategy):
 
     def connect_shards(self) -> None:
         """Let each rank exchange its shards with those that hold the same, if the model is sharded (collective)."""
-        self.columns, view = None, self.job.view
-        if is_sharded(self.module):
-            self.columns = Columns.of(self.module, view.ranks, view.rank)
-            if view.count > 1:
-                rank_zero_info(f"{type(self).__name__}: {self.columns}.")
-            before, self.engine.links = self.engine.links, self.make_links(self.job)
-            self.engine.links.traffic = before.traffic
+        self.columns = self.collaborators.connect(self.module)
+        if self.columns is not None and self.job.view.count > 1:
+            rank_zero_info(f"{type(self).__name__}: {self.columns}.")
 
     def share_shards(self) -> None:
         """Give all replicas the first one's values, if the model is sharded (collective)."""
@@ -507,7 +495,7 @@ class JobStrategy(DDPStrategy):
     def configure_ddp(self) -> None:
         """Wrap the model in a DDP over the ranks of this replica (collective over the replica)."""
         model, parts, job = self.model, self.collaborators, self.job
-        ranks, group = job.view.replica.ranks, parts.data_group()
+        ranks, group = job.view.replica.ranks, job.data_group()
         if group is None:
             return  # nothing to average with: DDP would only cost time
         if is_sharded(model):  # fully_shard averages
@@ -547,54 +535,6 @@ class JobStrategy(DDPStrategy):
                     self.configure_ddp()
             finally:
                 self._wraps_again = False
-
-    # -- plans that are agreed in the background ---------------------------------------------------
-
-    def begin_background_plans(self) -> None:
-        """Agree on plans in the background from now on, if that serves the strategy (collective).
-
-        Where replicas exchange all at once, plans come from the reports that they exchange there. So they do where
-        only reports tell how large a step is.
-        """
-        self.end_background_plans()  # of a fit that did not
-        job, accounting = self.job, self.accounting
-        planner = accounting.planner
-        moves = planner.auto and not planner.frozen and planner.total > 0 and not planner.infers_total
-        if not moves or self.engine.lockstep or job.view.count == 1:
-            return
-        fit = next(_fits)
-        if job.view.rank == 0:
-            PlanAgreement.open_mailboxes(job.store(f"plans/{fit}"), job.view.world)
-        store = job.store(f"plans/{value_of_rank(fit, 0)}")
-
-        def lost() -> str | None:
-            failure = failures.first_failure(0.0)
-            return str(failure) if failure else "a rank was lost" if self.recovery.changing else None
-
-        def before_draw(step: int) -> None:
-            agreement = self.accounting.agreement  # another one, once ranks were lost
-            if agreement is not None:
-                agreement.before_draw(step)
-
-        PlanAgreement(accounting, store, job.view.rank, self.options.limit.total_seconds(), lost)
-        planner.before_draw = lambda step: self.recovery.retry(lambda: before_draw(step))
-
-    def _settle_plan(self) -> None:
-        """End with the same plan on all ranks that remain (collective over them)."""
-        if (agreement := self.accounting.agreement) is not None:
-            agreement.settle(lambda plan: gather(plan, "the plan that is agreed"))
-
-    def end_background_plans(self) -> None:
-        """All ranks have trained on all that they draw, or are about to have (collective)."""
-        if (agreement := self.accounting.agreement) is not None:
-            self.recovery.retry(lambda: gather(None, "the end of training"))  # until then some may wait for others
-            self.recovery.retry(self._settle_plan)
-            agreement.close()
-
-    def close_background_plans(self) -> None:
-        """End the thread, if there is one; idempotent."""
-        if self.joined and self.accounting.agreement is not None:
-            self.accounting.agreement.close()
 
 
 def gradients_of(module: torch.nn.Module) -> list[torch.Tensor | None]:

@@ -16,7 +16,9 @@ from torch.utils.data.distributed import DistributedSampler
 
 from lightning_hetero.batching.global_batch import GlobalBatchSizes
 from lightning_hetero.batching.passes import CollateInPasses, CollateWhole
-from lightning_hetero.batching.planner import Plan, Planner, Repartition
+from lightning_hetero.batching.plan import Plan
+from lightning_hetero.batching.planner import Planner
+from lightning_hetero.batching.repartition import Repartition
 from lightning_hetero.batching.sample_costs import BatchCosts, SampleCosts, StreamCosts
 from lightning_hetero.batching.sampler import (
     AgreedOrder,
@@ -314,8 +316,13 @@ class Loaders:
             return self._evaluated_stream(loader, "validation" if name == "val" else name, trainer)
         return self.evaluation(loader, name)
 
-    def training(self, loader: object, sharded_by_user: bool, module: "pl.LightningModule") -> object:
+    def training(self, loader: object, sharded_by_user: bool, module: "pl.LightningModule | None") -> object:
         """Make a training loader yield this rank's share (collective).
+
+        Args:
+            loader: of the user's.
+            sharded_by_user: whether it yields this rank's part of the data.
+            module: to be trained; ``None``: a program of the user's trains, which runs a batch at once.
 
         Raises:
             UnsupportedError: on every rank, if batches are to stay whole, and there are none or no passes.
@@ -368,7 +375,7 @@ class Loaders:
             made = self._shared(loader, costs)
         else:
             made = self._stream(loader, kind)
-        if self.planner.in_passes(self.planner.total):
+        if module is not None and self.planner.in_passes(self.planner.total):
             say_passes(self.planner, module)
         return made
 
@@ -395,14 +402,6 @@ class Loaders:
             f"ranks {by if costs is None else 'by what their samples cost'}."
         )
         return BatchCosts(costs, 0.0 if self._by_samples else mean)
-
-    def in_shares(self, loader: DataLoader) -> Any:
-        """Make a loader of a map-style dataset yield this rank's shares by number of samples, each in one pass."""
-        self.planner.expect(self._batch_size(loader))
-        batches = self._batches(loader, evaluation=False)
-        sampler = ShareSampler(batches, self.rank, self.replica, self._begin, self._cut)
-        sampler.padding = self.planner.least
-        return with_batch_sampler(loader, sampler)
 
     # -- what was drawn ----------------------------------------------------------------------------
 

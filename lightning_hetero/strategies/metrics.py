@@ -20,14 +20,16 @@ from lightning_hetero.comm.collectives import Collectives
 from lightning_hetero.comm.object_collectives import on_device_of
 from lightning_hetero.comm.retry import collective
 from lightning_hetero.comm.topology import widest_float
-from lightning_hetero.errors import ConfigurationError
+from lightning_hetero.errors import ConfigurationError, not_none
 from lightning_hetero.lightning_compat import (
     AgreedMetrics,
     Unsynced,
     let_callbacks_find,
+    logged_key,
     logged_metric,
     logged_names,
     monitored_by,
+    results_of,
     step_value_kept,
     unsynced,
 )
@@ -48,7 +50,51 @@ class LoggedInPasses:
     """
 
     def __init__(self) -> None:
+        self._latest: dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]] = {}  # by name, what was logged last
         self.begin([0])
+
+    def repeat(self, results: Any | None) -> None:
+        """Log once more what training steps have logged: a rank without samples runs none, and others wait for it."""
+        for name, (value, args, kwargs) in list(self._latest.items()):
+            if isinstance(value, Metric):
+                value._update_count = max(value._update_count, 1)  # or it warns that it knows nothing
+            not_none(results, "what it was logged to").log("training_step", name, value, *args, **kwargs)
+
+    def agree(self, module: "pl.LightningModule", collectives: Collectives, follows: bool) -> None:
+        """Let ranks have logged the same in an epoch in which some have left out steps (collective).
+
+        Values of an epoch are reduced one after the other. If names come up, or are not logged any more, while a rank
+        has no samples, ranks would wait for each other there.
+
+        Args:
+            module: that logs; it knows the metrics.
+            collectives: tell what rank 0 has logged, which leaves out no step.
+            follows: whether this rank has left out steps. What it logs now counts for nothing.
+        """
+        trainer = module.trainer
+        results = not_none(results_of(trainer), "what is logged")
+        here = {name: key for name in self._latest if (key := logged_key(results, "training_step", name))}
+        own = dict[str, Any](sync_dist_fn=None, sync_dist_group=None)  # of each rank
+        told = {
+            name: (None if isinstance(value, Metric) else value, args, {**kwargs, **own})
+            for name, (value, args, kwargs) in self._latest.items()
+            if name in here
+        }
+        told, order = collectives.broadcast((told, list(results)), home=module.device, place="what is logged")
+        if not follows:
+            return
+        for name in here.keys() - told:
+            results[here[name]].reset()  # it was not logged
+        self.begin([0])
+        kept, self._latest = {name: self._latest[name] for name in here if name in told}, {}
+        for name in told.keys() - here:
+            value, args, kwargs = told[name]
+            value = module.get_submodule(kwargs["metric_attribute"]) if value is None else value
+            self._latest[name] = value, args, {**kwargs, "sync_dist_fn": trainer.strategy.reduce}
+        self.repeat(results)
+        self._latest |= kept
+        for key in filter(results.__contains__, order):
+            results[key] = results.pop(key)
 
     def begin(self, sizes: Sequence[float]) -> None:
         """A batch has come; ``sizes``: samples of each pass on it."""
@@ -71,10 +117,11 @@ class LoggedInPasses:
 
     def take(self, log: Callable[..., None], fx: str, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
         """Log a value, now or in the last pass; arguments after ``log`` are like its own."""
+        if fx == "training_step":
+            nothing = torch.zeros_like(value.detach()) if isinstance(value, Tensor) else value
+            self._latest[name] = nothing, args, dict(kwargs)
         if not self.several or fx != "training_step" or not isinstance(value, Tensor):
-            self.under_way = True
-            log(fx, name, value, *args, **kwargs)
-            self.under_way = False
+            self._now(log, fx, name, value, *args, **kwargs)
             return
         given = kwargs.pop("batch_size", None)
         self._values.setdefault(name, []).append(
@@ -96,19 +143,22 @@ class LoggedInPasses:
             self._log(name)
 
     def _log(self, name: str) -> None:
+        self._now(self._calls[name])
+
+    def _now(self, log: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         self.under_way = True
-        self._calls[name]()
+        log(*args, **kwargs)
         self.under_way = False
 
 
-def count(
+def weigh_logged(
     results: Any | None,
     collectives: Collectives,
     samples: Callable[[], float | None],
     epoch: Callable[[], float | None],
     passes: LoggedInPasses | None = None,
 ) -> None:
-    """From now on, until :func:`restore_counting`, what is logged counts by this rank's samples.
+    """From now on, until :func:`restore_logged`, what is logged counts by this rank's samples.
 
     What a step logs, and in training its hooks, counts by the samples of the batch; what a hook logs at the end of an
     epoch by those of the epoch. ``self.log(..., batch_size=n)`` goes before this.
@@ -157,7 +207,7 @@ def _words(fx: str, name: str) -> str:
     return f"what {fx} logs as {name!r}"
 
 
-def restore_counting(results: Any | None) -> None:
+def restore_logged(results: Any | None) -> None:
     """End what :func:`count` has begun; idempotent."""
     if results is not None:
         vars(results).pop("log", None)
@@ -322,11 +372,29 @@ class LoggedMetrics:
     def __init__(self, trainer: "pl.Trainer") -> None:
         self._trainer = trainer
         self._seen: dict[str, Tensor | None] = {}  # the value at the last look
+        self._restored: dict[str, Tensor] = {}  # values of the run that goes on
+        self._epochs = 0  # that it had trained
         self.begin()
 
     def begin(self) -> None:
         """Training begins, at the epoch at which the Trainer stands."""
-        self._first_epoch = self._trainer.current_epoch
+        self._first_epoch = self._trainer.current_epoch - self._epochs
+
+    def state_dict(self) -> dict[str, Any]:
+        """Builtins only: this rank's latest values, which of them were seen at the last look, and epochs trained."""
+        values = {**self._restored, **self._trainer.callback_metrics}
+        values = {name: value for name, value in values.items() if isinstance(value, Tensor) and value.numel() == 1}
+        return {
+            "values": {name: float(value) for name, value in values.items()},
+            "seen": [name for name, value in values.items() if value is self._seen.get(name)],
+            "epochs": self._trainer.current_epoch - self._first_epoch,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from :meth:`state_dict`."""
+        self._restored = {name: torch.tensor(value) for name, value in state["values"].items()}
+        self._seen |= {name: self._restored[name] for name in state["seen"]}
+        self._epochs = state["epochs"]
 
     def mean_over_ranks(self, name: str) -> float | None:
         """The mean over all ranks of a metric's latest value (collective).
@@ -340,7 +408,7 @@ class LoggedMetrics:
         Raises:
             ConfigurationError: it is NaN, or has not been logged by all ranks.
         """
-        value = self._trainer.callback_metrics.get(name)
+        value = self._trainer.callback_metrics.get(name, self._restored.get(name))
         epochs = self._trainer.current_epoch - self._first_epoch
         occasions = epochs // (self._trainer.check_val_every_n_epoch or 1)
         if value is self._seen.get(name) and (value is not None or occasions == 0):

@@ -66,12 +66,10 @@ LEAST_GRACE = 0.5  # seconds
 
 #: Options that some strategies have, and others could be thought to have: which, and why.
 _ELSEWHERE = {
-    "fragments": "Parts of the model take turns under hetero_diloco; with outer_lr=1.0 and outer_momentum=0.0 that is "
-    "the periodic average of hetero_node. Elastic centers, gossip and DASO exchange whole models: their rules "
-    "mix all values at once.",
+    "fragments": "Parts of the model take turns under hetero_diloco and hetero_diloco_async; with outer_lr=1.0 and "
+    "outer_momentum=0.0 that is the periodic average of hetero_node. Elastic centers, gossip and DASO exchange whole "
+    "models: their rules mix all values at once.",
     "delay": "hetero_diloco has it; hetero_daso (wait) and hetero_easgd_overlap exchange in the background, too.",
-    "wire": "This strategy sends fp32. hetero_ddp, hetero_node, hetero_daso, hetero_easgd, hetero_easgd_overlap, "
-    "hetero_eamsgd and hetero_diloco take any wire.",
 }
 
 
@@ -92,6 +90,9 @@ class Options:
         max_batch_memory: memory that a training step may take on a rank's device under ``max_batch_size="auto"``: bytes
             or a text such as ``"8GiB"``, one for all ranks or one per rank. Default on CUDA devices: all there is;
             other devices need a limit.
+        share_multiple: shares that are not smaller are multiples of this number; what is left of a batch goes to one
+            rank. ``"auto"``: of 1; with ``torch.compile`` measured shares are of 8 from 128 samples on, and of 4 from
+            64 on. For batches that ranks share, of samples that all cost the same.
         balance_iterable: with ``balance="auto"``, move shares over iterable datasets without a length, too. A fast rank
             then takes more of its own shard in each step and comes to its end earlier, so give it a larger shard, or
             make all of them endless. Default: even shares, and as many steps per epoch as with ``ddp``.
@@ -156,6 +157,7 @@ class Options:
     min_batch_size: int | list[int] | None = None
     max_batch_size: Literal["auto"] | int | list[int] | None = None
     max_batch_memory: int | str | list[int | str | None] | None = None
+    share_multiple: Literal["auto"] | int = "auto"
     balance_iterable: bool = False
     cost: Rule = "additive"
     sample_cost: Callable[[Any], float] | list[float] | None = None
@@ -231,6 +233,18 @@ class Options:
                 f"whole_batches={self.whole_batches} with {', '.join(given)}: batches that stay whole are as large as "
                 "your batch sampler makes them. Remove one of the two."
             )
+        if self.share_multiple != "auto":
+            at_least_one("share_multiple", self.share_multiple, ", or 'auto'")
+            if self.balance == "off" or self.whole_batches:
+                raise ConfigurationError(
+                    f"share_multiple={self.share_multiple} rounds shares, but "
+                    + (
+                        "whole_batches keeps batches as they are."
+                        if self.whole_batches
+                        else "balance='off' fixes them."
+                    )
+                    + " Remove one of the two."
+                )
         one_of("balance_iterable", self.balance_iterable, (True, False))
         if self.balance_iterable and self.balance != "auto":
             raise ConfigurationError(
@@ -397,7 +411,8 @@ class Options:
             return [given[place] for place in places] if isinstance(given, list) and places is not None else given
 
         high = None if self.max_batch_size == "auto" else self.max_batch_size
-        return Planner(world, of(self.balance), of(self.min_batch_size), of(high))
+        low = of(self.min_batch_size)
+        return Planner(world, of(self.balance), low, of(high), multiple=self.share_multiple)
 
 
 def memory_per_rank(value: Any, world: int | None = None) -> list[int | None]:

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from lightning_hetero.batching.planner import Repartition, ShareHistory
+from lightning_hetero.batching.repartition import Repartition, ShareHistory
 from lightning_hetero.comm import threads
 from lightning_hetero.comm.agreement import gather, raise_on_all
 from lightning_hetero.comm.failures import deadline, is_communication_error, wait_for_news
@@ -31,7 +31,7 @@ from lightning_hetero.strategies.recovery_policy import (
     Progress,
     RecoveryPolicy,
     catch_up,
-    count,
+    count_lost_samples,
     unreachable_members,
 )
 from lightning_hetero.strategies.trainer_checks import say_what_launchers_do, unsurvivable
@@ -287,7 +287,7 @@ class PeerRecovery(RecoveryPolicy):
         membership = self._watched
         me, own, lost, known = membership.me, self._progress(), dict[int, str](), dict[int, int]()
         began, limit = time.monotonic(), self._strategy.options.limit.total_seconds()
-        own_streams = dict[int, float]()  # samples of lost ranks in what was drawn, by the view in which it was
+        of_own_streams = dict[int, float]()  # samples of lost ranks in what was drawn, by the view in which it was
         self._in_step = False
         while True:
             threads.abort_sockets()  # this thread has noticed the loss, other threads of this rank need not have
@@ -296,7 +296,7 @@ class PeerRecovery(RecoveryPolicy):
             if LEFT_FIT in map(tuple, agreed.progress.values()):  # others have left the fit, and this rank was about to
                 raise self._newcomers.again(agreed, self._store if agreed.host == me else None)
             try:
-                missed, counted = self._rejoin(agreed, own, lost, known, own_streams)
+                missed, counted = self._rejoin(agreed, own, lost, known, of_own_streams)
                 break
             except RuntimeError as error:  # one more was lost meanwhile
                 if not is_communication_error(error):
@@ -336,7 +336,7 @@ class PeerRecovery(RecoveryPolicy):
         own: Progress,
         lost: dict[int, str],
         known: dict[int, int],
-        own_streams: dict[int, float],
+        of_own_streams: dict[int, float],
     ) -> tuple[MissedWork, LostSamples]:
         strategy, collectives = self._strategy, self._collectives
         me, before = self._watched.me, strategy.job.view
@@ -356,13 +356,13 @@ class PeerRecovery(RecoveryPolicy):
             step = own.step < max(progress.step for progress in replica)
             exchange = strategy.engine.lockstep and own.exchanges < max(progress.exchanges for progress in all_progress)
             if own_data := strategy.accounting.loaders.own_streams:
-                own_streams[before.number] = strategy.accounting.drawn_for_others(former_ranks, step)
+                of_own_streams[before.number] = strategy.accounting.drawn_for_others(former_ranks, step)
             strategy.continue_with(job, repartition, exchange, reports.index(max(reports)), self._past)
             self._accounting = strategy.accounting
             strategy.copy_states([progress.step for progress in all_progress])
-            drawn = sum(own_streams.values()) if own_data else None
+            drawn = sum(of_own_streams.values()) if own_data else None
             alike = job.view.ranks_leave
-            return MissedWork(step, exchange), count(lost, known, all_progress, self._past, alike, drawn)
+            return MissedWork(step, exchange), count_lost_samples(lost, known, all_progress, self._past, alike, drawn)
 
     def _tell(self, lost: dict[int, str], counted: LostSamples, seconds: float) -> None:
         view, step = self._strategy.job.view, self._strategy.trainer.global_step

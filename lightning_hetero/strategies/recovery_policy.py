@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from lightning_hetero.batching.planner import ShareHistory
+from lightning_hetero.batching.repartition import ShareHistory
 from lightning_hetero.checkpoint.snapshot import MemoryCheckpointIO
 from lightning_hetero.comm.agreement import gather, value_of_rank
 from lightning_hetero.comm.retry import CollectiveRetry
@@ -124,7 +124,7 @@ class LostSamples(NamedTuple):
     bound: str
 
 
-def count(
+def count_lost_samples(
     lost: Mapping[int, str],
     known: Mapping[int, int],
     all_progress: Sequence[Progress],

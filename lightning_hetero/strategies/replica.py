@@ -47,11 +47,10 @@ from lightning_hetero.strategies.options import documented
 from lightning_hetero.strategies.trainer_checks import (
     averages_again,
     complex_parameters,
-    needs_one_column,
     two_points,
     unsupported,
 )
-from lightning_hetero.strategies.training_step import apply
+from lightning_hetero.strategies.training_step import say_outcome
 from lightning_hetero.strategies.weight_averaging import WeightAverages, averages_weights
 
 if TYPE_CHECKING:
@@ -191,7 +190,7 @@ class ReplicaStrategy(HeteroStrategy):
 
     def begin_apart(self) -> None:
         """Let a new averager serve the replicas, which hold the same values (collective)."""
-        apply(self._start(self.make_averager()), type(self).__name__)
+        say_outcome(self._start(self.make_averager()), type(self).__name__)
 
     def _start(self, averager: Averager) -> Outcome | None:
         """Let an averager serve the replicas, which hold the same values (collective)."""
@@ -202,8 +201,6 @@ class ReplicaStrategy(HeteroStrategy):
                 "exchanges at its own pace, and ranks that get the same samples would not. Use tensor_parallel_size=1; "
                 "or hetero_node, hetero_daso, hetero_easgd or hetero_diloco."
             )
-        if self.columns is not None and not self.columns.alike:
-            raise_on_all(needs_one_column(averager, view.ranks, type(self).__name__), "the model's shards")
         # Ranks at their own pace keep in step if their shares are right in the mean.
         self.accounting.planner.rotates = 1 < view.world == view.count and not averager.traits.lockstep
         metrics = self._metrics.mean_over_ranks
@@ -213,7 +210,7 @@ class ReplicaStrategy(HeteroStrategy):
     def on_train_start(self) -> None:
         super().on_train_start()
         self._metrics.begin()
-        self.begin_background_plans()
+        self.collaborators.begin_plans()
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -232,7 +229,7 @@ class ReplicaStrategy(HeteroStrategy):
         """Make all replicas equal, at the end of the fit (collective)."""
         if self.engine.averages:
             outcome, values = collective("make replicas equal", self._finished)
-            apply(outcome, type(self).__name__)
+            say_outcome(outcome, type(self).__name__)
             self.engine.running.replica.unpack(values)
             self._broadcast_values()  # also what does not travel
 
@@ -286,7 +283,7 @@ class ReplicaStrategy(HeteroStrategy):
         if saving.others_join(self.checkpoint_io):
             checkpoint[COMMON] = self.recovery.retry(lambda: self.engine.shared_state())
             view = self.engine.view
-            add_replicas(checkpoint, self._identity(), view, "", self.engine.losses, self.columns is not None)
+            add_replicas(checkpoint, self._identity(), view, "", self._seen(), self.columns is not None)
             self.weight_averages.save(checkpoint)
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
@@ -296,13 +293,17 @@ class ReplicaStrategy(HeteroStrategy):
         view, writes = self.engine.view, own is not None
         with self._shards.saving(io, filepath, writes, isinstance(io, WrappingCheckpointIO)) as save:
             self.weight_averages.save(checkpoint)
-            add_replicas(checkpoint, self._identity(), view, save, self.engine.losses, self.columns is not None)
+            add_replicas(checkpoint, self._identity(), view, save, self._seen(), self.columns is not None)
             with saving.raise_on_all_ranks(alone=False):
                 if own is not None:
                     shard = shards.shard_path(filepath, self._state_name(), save)
                     state = saving.on_cpu(io, {"format": FORMAT, "state": own})
                     io.save_checkpoint(state, shard, storage_options=storage_options)
             super().save_checkpoint(checkpoint, filepath, storage_options)  # last, so that it never lacks a shard
+
+    def _seen(self) -> dict[str, Any]:
+        """This rank's training loss, and logged metrics, as far as averagers have yet to see them."""
+        return {"losses": self.engine.losses.state_dict(), "metrics": self._metrics.state_dict()}
 
     def _state_name(self) -> str:
         """The name of what this rank saves of its replica: the replica's id, and with shards the rank's place in it."""
@@ -334,6 +335,7 @@ class ReplicaStrategy(HeteroStrategy):
             self._start_from_consensus(near, mine)
             return
         self.engine.load_state_dict(mine, self.optimizers)
+        self._metrics.load_state_dict(mine["metrics"])
         self._restore_precision(mine["precision"])
 
     def _restore_precision(self, state: dict[str, Any]) -> None:
@@ -397,13 +399,14 @@ class ReplicaStrategy(HeteroStrategy):
 
     @override
     def on_train_end(self) -> None:
-        self.end_background_plans()
+        self.collaborators.end_plans()
         self._shards.clean(self.checkpoint_io, self.engine.links.is_leader)
         super().on_train_end()
 
     @override
     def teardown(self) -> None:
-        self.close_background_plans()
+        if self.joined:
+            self.collaborators.close_plans()
         self.weight_averages.detach()
         self._source, self.weight_averages = saving.ResumedFile(), WeightAverages()
         super().teardown()

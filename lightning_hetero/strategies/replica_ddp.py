@@ -241,7 +241,7 @@ class WiredGradients:
         former, self._running = self._running, None
         if not isinstance(model, ReplicaDDP) or self.wire == "fp32":
             return
-        if self.wire != "bf16" and (name := _sparse(model.module)) is not None:
+        if self.wire != "bf16" and (name := sparse_embedding(model.module)) is not None:
             raise UnsupportedError(
                 f"wire={self.wire!r}: the gradient of {name} is sparse, and such gradients travel in fp32 or bf16. "
                 "Use sparse=False in the model's embeddings, or wire='fp32'."
@@ -278,7 +278,7 @@ class WiredGradients:
         self._running.load_state_dict(everyone[dist.get_rank()] if fits else None)
 
 
-def _sparse(model: torch.nn.Module) -> str | None:
+def sparse_embedding(model: torch.nn.Module) -> str | None:
     """The name of an embedding that is trained with sparse gradients, if there is one."""
     kinds = (torch.nn.Embedding, torch.nn.EmbeddingBag)
     return next(

@@ -269,11 +269,14 @@ def _shown(asked: object) -> str:
 
 
 def _explain(asked: object) -> None:
-    """Raise an error if a string was meant to be one of these.
+    """Raise an error if a string was meant to be one of these, or if a class is given in place of its instance.
 
     Raises:
         ConfigurationError: names the nearest string, and its class.
     """
+    if isinstance(asked, type) and _is_ours(asked):
+        given = asked.__name__
+        raise ConfigurationError(f"strategy={given} is a class: give an instance, strategy={given}(...).")
     if (name := _meant(asked)) is None or not isinstance(asked, str):
         return
     near = ""

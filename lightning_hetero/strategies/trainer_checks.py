@@ -16,7 +16,6 @@ from torch.optim import Optimizer
 from torch.utils.data import DistributedSampler
 from torchmetrics import Metric
 
-from lightning_hetero.algorithms.base import Averager
 from lightning_hetero.algorithms.engine import listed
 from lightning_hetero.batching.planner import Planner
 from lightning_hetero.batching.streams import Stream
@@ -166,15 +165,17 @@ def averages_again(options: Mapping[str, Any]) -> None:
     )
 
 
-def one_pass(module: "pl.LightningModule", of_ranks: bool) -> str:
+def one_pass(module: "pl.LightningModule | None", of_ranks: bool) -> str:
     """The reason why a rank cannot run its part of a batch in several passes; empty if it can.
 
     Args:
-        module: to be trained.
+        module: to be trained; ``None`` under Fabric.
         of_ranks: whether each rank has training data of its own.
     """
     if of_ranks:
         return "each rank reads training data of its own."
+    if module is None:
+        return "Fabric runs a batch at once."
     if not module.automatic_optimization:
         return "with manual optimization training_step itself lets the optimizers step, after the first pass already."
     if is_sharded(module):
@@ -215,23 +216,6 @@ def complex_parameters(module: torch.nn.Module) -> HeteroError | None:
     return UnsupportedError(
         f"{names[0]} is complex: replicas exchange real parameters only. Hold it as two real ones "
         "(torch.view_as_real), or use hetero_ddp."
-    )
-
-
-def needs_one_column(averager: Averager, replicas: Sequence[Sequence[int]], strategy: str) -> HeteroError | None:
-    """The reason why an algorithm cannot exchange shards between replicas of different sizes, if so.
-
-    Args:
-        averager: the algorithm.
-        replicas: the ranks of each replica.
-        strategy: its name.
-    """
-    if not averager.traits.one_column:
-        return None
-    return UnsupportedError(
-        f"{strategy} with a sharded model needs replicas of one size; here they have {[len(r) for r in replicas]} "
-        "ranks. Give all replicas the same number of ranks (ranks_per_node); or use hetero_node, hetero_daso, "
-        "hetero_easgd, hetero_diloco, hetero_noloco, or hetero_gossip with exchange='pairwise'."
     )
 
 

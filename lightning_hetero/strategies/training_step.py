@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from functools import wraps
+from functools import partial, wraps
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -43,12 +43,13 @@ from lightning_hetero.lightning_compat import (
 from lightning_hetero.replicas.sharding import is_dtensor
 from lightning_hetero.replicas.vectors import broadcast_tensors
 from lightning_hetero.strategies.default_groups import CollectiveObserver
+from lightning_hetero.strategies.idle_steps import IdleSteps
 from lightning_hetero.strategies.metrics import (
     LoggedInPasses,
-    count,
-    restore_counting,
+    restore_logged,
     sync_anywhere,
     warn_of_losses_over_all,
+    weigh_logged,
 )
 from lightning_hetero.strategies.position import describe
 
@@ -84,6 +85,7 @@ class TrainingStep:
         self._accounting, self._engine, self._finite, self._collectives = accounting, engine, finite, collectives
         self._survives = survives
         self._observer = CollectiveObserver(accounting.timer, several)
+        self._idle = IdleSteps(accounting, several)
         self._timer = accounting.timer
         self._samples = 0.0  # of the replica, in the running window
         self._loss: Tensor | None = None  # of the running backward pass
@@ -135,7 +137,7 @@ class TrainingStep:
 
     def _log_to(self, results: Any | None) -> None:
         self._logged = results
-        count(results, self._collectives, lambda: self._counted, lambda: self._of_epoch, self._logging)
+        weigh_logged(results, self._collectives, lambda: self._counted, lambda: self._of_epoch, self._logging)
 
     def forward(self, trainer: "pl.Trainer", batch: Any, run: Callable[[Any], Any]) -> Any:
         """Run the module's training step on a batch, or on the first of its passes.
@@ -160,7 +162,7 @@ class TrainingStep:
         if callable(measure := getattr(module, "batch_weight", None)):
             self._accounting.weigh(measure, batch)
         self._finite.before_forward(module)
-        with nullcontext() if drawn.samples > 0 else preserve_buffers(module):
+        with nullcontext() if drawn.samples > 0 or self._accounting.idle else preserve_buffers(module):
             return self._run_pass(trainer)
 
     @property
@@ -171,21 +173,21 @@ class TrainingStep:
     def _run_pass(self, trainer: "pl.Trainer") -> Any:
         """Run the training step on the batch of the running pass."""
         in_passes, self._none = self._accounting.current().in_passes, False
-        instead = self._instead_of_none(trainer.lightning_module) if trainer.world_size > 1 or in_passes else None
+        instead = self._instead_of_step(trainer.lightning_module) if trainer.world_size > 1 or in_passes else None
         local = trainer.strategy.block_backward_sync() if self.goes_on else None  # type: ignore[attr-defined]
-        alone = self._collectives.preceding(lambda: self._refuse("a collective")) if in_passes else None
-        self._observer.refuse = self._refuse if in_passes else lambda name: None
+        self._observer.met = self._ranks_meet
         with ExitStack() as stack:
-            for context in filter(None, (instead, local, alone)):
+            for context in filter(None, (instead, local, self._collectives.preceding(self._ranks_meet))):
                 stack.enter_context(context)
             with self._collectives.weighing(lambda: self._counted), self._observer.forward():
                 output = self._run(self._batches[self._pass])
                 self._logging.ended()
                 return output
 
-    def _refuse(self, name: str) -> None:
+    def _ranks_meet(self, name: str = "a collective") -> None:
         """Refuse a collective that the user's training step calls, where ranks may run it different times."""
-        if not self._logging.under_way:
+        self._idle.met(name)
+        if self._accounting.current().in_passes and not self._logging.under_way:
             raise UnsupportedError(
                 f"training_step calls {name}, while ranks run their parts of a batch in passes: each may run another "
                 "number of them, so that some would wait forever. Raise max_batch_size, use a smaller batch with "
@@ -213,16 +215,17 @@ class TrainingStep:
         return not_none(self._result.closure_loss, "the loss of a pass")
 
     @contextmanager
-    def _instead_of_none(self, module: "pl.LightningModule") -> Iterator[None]:
+    def _instead_of_step(self, module: "pl.LightningModule") -> Iterator[None]:
         """Go on with a loss that counts for nothing where the module's training step returns ``None`` in this block.
 
-        Lightning, which refuses that among several ranks, leaves out the step on a single one.
+        Lightning, which refuses that among several ranks, leaves out the step on a single one. So does a rank that gets
+        no samples because it is too slow.
         """
         own, step = vars(module).get("training_step"), module.training_step
 
         @wraps(step)
         def training_step(*args: Any, **kwargs: Any) -> Any:
-            output = step(*args, **kwargs)
+            output = self._idle.run(module, partial(step, *args, **kwargs), lambda: self._logging.repeat(self._logged))
             if output is not None or not module.automatic_optimization:
                 return output
             if self._accounting.current().in_passes:
@@ -349,6 +352,12 @@ class TrainingStep:
     def batch_ended(self, trainer: "pl.Trainer", window: bool = False) -> None:
         """This rank has done its work on a batch, and perhaps on a window."""
         if self._accounting.drawn is not None:
+            last = lightning_compat.epoch_ends(trainer) or 0 <= trainer.max_steps <= trainer.global_step + 1
+            if self._idle.left_out and last:
+                counted, self._counted = self._counted, 0.0
+                follows, self._idle.left_out = self._accounting.loaders.rank in self._idle.left_out, set()
+                self._logging.agree(trainer.lightning_module, self._collectives, follows)
+                self._counted = counted
             ends = window and not lightning_compat.accumulates(trainer)
             self._accounting.end(
                 report=self._engine.note_batch_end(
@@ -378,7 +387,7 @@ class TrainingStep:
 
     def close(self) -> None:
         """The fit has ended; idempotent."""
-        restore_counting(self._logged)
+        restore_logged(self._logged)
         if self._limited is not None:
             lightning_compat.transfer_as_before(self._limited)
             self._limited = None
@@ -387,7 +396,7 @@ class TrainingStep:
         self._hooks = []
 
 
-def apply(outcome: Outcome | None, strategy: str) -> None:
+def say_outcome(outcome: Outcome | None, strategy: str) -> None:
     """Tell the user what a step has brought about.
 
     Args:
@@ -455,7 +464,7 @@ class EvaluationStep:
         fetched = _Fetched(source) if isinstance(source, DataFetcherWrapper) else None  # by the step itself
         samples = fetched or (lambda: _samples(source))
         results = results_of(trainer)
-        count(results, self._collectives, samples, lambda: self._done)
+        weigh_logged(results, self._collectives, samples, lambda: self._done)
         loader = args[2] if len(args) > 2 else 0
         stream, steps = evaluated_loader(trainer, loader)
         own = isinstance(stream, EvaluatedStream)
@@ -467,7 +476,7 @@ class EvaluationStep:
                 self._done = 0.0
             found = samples()
             self._done = None if found is None or self._done is None else self._done + found
-            count(results, self._collectives, lambda: found, lambda: self._done)  # the batch may go
+            weigh_logged(results, self._collectives, lambda: found, lambda: self._done)  # the batch may go
         return output
 
 

@@ -30,7 +30,7 @@ ON_HOST = {
     "hetero_ddp": 8,  # buckets on their way through gloo
     "hetero_auto": 16,
     **dict.fromkeys(("hetero_easgd_async", "hetero_easgd_hogwild", "hetero_measgd_async"), 16),
-    **dict.fromkeys(("hetero_eamsgd", "hetero_diloco"), 16),
+    "hetero_diloco": 16,
     "hetero_easgd_round_robin": 20,
     **dict.fromkeys(("hetero_gossip", "hetero_gossip_async", "hetero_gossip_push_sum"), 24),
     **dict.fromkeys(("hetero_diloco_async", "hetero_noloco"), 36),

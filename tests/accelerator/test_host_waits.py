@@ -85,7 +85,7 @@ BUDGET = {
     "hetero_node": (1, 3),
     "hetero_daso": (1, 2),
     "hetero_easgd": (1, 2),
-    "hetero_eamsgd": (2, 2),
+    "hetero_eamsgd": (1, 2),
     "hetero_easgd_overlap": (1, 1),
     "hetero_easgd_round_robin": (1, 2),
     "hetero_easgd_async": (1, 2),
@@ -105,13 +105,17 @@ def counted(row: Row) -> list[int]:
     warnings.filterwarnings("ignore", "Ranks .* share ")
     kind = fake_device.load_if_given()
     waits = HostWaits()
-    budget, flatten = Budget(waits), vectors.flatten
+    budget, flatten, pack_moved = Budget(waits), vectors.flatten, vectors.Replica.pack_moved
 
     def awaited(tensors: Any, out: Any = None) -> torch.Tensor:
         waits.count["copies to the host"] += tensors[0].device.type != "cpu"  # it waits for the last one
         return flatten(tensors, out)
 
-    vectors.flatten = awaited
+    def moved(replica: Any, *args: Any) -> Any:
+        waits.count["copies to the host"] += replica._device.type != "cpu"
+        return pack_moved(replica, *args)
+
+    vectors.flatten, vectors.Replica.pack_moved = awaited, moved  # type: ignore[method-assign]
     trainer = pl.Trainer(
         strategy=row.strategy(),
         **{**FAST, "accelerator": kind, "devices": 1},

@@ -120,6 +120,38 @@ def test_the_control_copies_to_memory_that_is_not_pinned_hold_the_host_up(on_dev
     assert found["host"] == pytest.approx((PIECES + PIECES * 3 + PIECES) * MS)
 
 
+def refused() -> tuple[list[str], bool, float]:
+    """What is said, whether memory is pinned, and what is exchanged, where the system allows none of it."""
+    allocate = torch.empty
+
+    def empty(*args: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
+        if pin_memory:
+            raise RuntimeError("fake error: no more locked memory\nCompile with ...")
+        return allocate(*args, **kwargs)
+
+    torch.empty = empty
+    replica = Replica(torch.nn.BatchNorm1d(ELEMENTS).to("fake"))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        memory = replica.pack()
+        vectors, copied = replica.snapshot(memory)
+        copied()
+        staging.memory_like(memory[0])
+        stage_of = HostStage(torch.device("fake", 0))
+        stage_of.through(torch.ones(ELEMENTS, device="fake"), lambda piece: None)
+    torch.empty = allocate
+    said = [str(one.message) for one in caught]
+    return said, memory[0].is_pinned(), sum(float(vector.sum()) for vector in vectors) / ELEMENTS
+
+
+def test_memory_that_cannot_be_pinned_is_pageable_with_one_warning(on_device):
+    said, pinned, ones = on_device(refused)
+    assert len(said) == 1
+    assert "0 MiB of memory could not be pinned (fake error: no more locked memory)" in said[0]
+    assert "several times slower" in said[0]
+    assert (pinned, ones) == (False, 2)  # weights and variances
+
+
 def copied_beside(mutant: str) -> dict[str, Any]:
     """Values are copied in 4 ms beside a forward pass of 3 ms; then an optimizer changes them, in 1 ms."""
     model = torch.nn.BatchNorm1d(4 * ELEMENTS).to("fake")

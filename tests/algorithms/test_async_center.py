@@ -1,6 +1,7 @@
 """Exchanges with a center in virtual time: who comes how often, and where the center comes to rest."""
 
 import heapq
+import json
 import math
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 from lightning_hetero.algorithms.async_center import ExchangeRates
 from lightning_hetero.algorithms.base import StepContext
-from lightning_hetero.algorithms.diloco_async import DelayedNesterov
+from lightning_hetero.algorithms.diloco_async import DelayedNesterov, OuterAsyncAverager
 from lightning_hetero.algorithms.easgd_async import AsyncElasticAverager
 from lightning_hetero.comm.all_reduce import Traffic
 from lightning_hetero.comm.centers import client
@@ -38,7 +39,7 @@ class MemoryCenter(Center):
     def open(self, values: Sequence[Tensor]) -> None:
         self.memory.values = self.memory.values or [value.clone() for value in values]
 
-    def push_pull(self, values: Sequence[Tensor], push: float) -> PushPull:
+    def push_pull(self, values: Sequence[Tensor], push: float, part: int = 0) -> PushPull:
         square = subtract_center(values, self.memory.values)
         push_center(values, self.memory.values, push, square)
         self.memory.counts[self.layout.replica] += 1
@@ -89,9 +90,8 @@ class InMemory(AsyncElasticAverager):
 class BothSides(InMemory):
     """The mutant: a rare client is also pulled more strongly."""
 
-    def after_step(self, context: StepContext) -> Any:
-        self._alpha = self._alpha * (self._rates.factor if self.debias else 1.0)
-        super().after_step(context)
+    def _end(self, exchange: Any, alpha: float, healthy: bool) -> Any:
+        return super()._end(exchange, alpha * (self._rates.factor if self.debias else 1.0), healthy)
 
 
 def center_of(kind: type[InMemory], debias: bool, events: int) -> float:
@@ -153,6 +153,24 @@ def test_rates_look_back_a_window() -> None:
     assert rates.factor == pytest.approx(1.5)
 
 
+def test_rates_go_on_in_a_resumed_run_and_start_over_after_a_loss() -> None:
+    rates, resumed = ExchangeRates(1), ExchangeRates(1)
+    for counts in ([2, 1, 1], [5, 2, 3], [9, 3, 6]):
+        rates.observe(counts)
+    resumed.load_state_dict(json.loads(json.dumps(rates.state_dict())))
+    assert resumed.per_second() == pytest.approx(
+        rates.per_second(), rel=0.01
+    )  # the time between fits is none of theirs
+    assert resumed.factor == rates.factor == pytest.approx((7 + 2 + 5) / 3 / 2)
+    for each in (rates, resumed):
+        each.observe([11, 4, 7])
+    assert resumed.factor == rates.factor
+    resumed.observe([12, 8])  # one of three is gone
+    assert resumed.factor == 1.0
+    resumed.observe([13, 10])
+    assert resumed.factor == pytest.approx(3 / 2 / 2)
+
+
 def _views(flats: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
     return [flats[0][:1]], [flats[0][1:]]  # a parameter and a buffer
 
@@ -180,6 +198,24 @@ def test_a_variance_stays_between_those_that_arrive() -> None:
         differences += 0.25 * (0.05 - 1.0)
     assert differences < 0  # the control: sums of differences
     assert 0.05 < center[0][1] < 0.1
+
+
+class AfterLoss(NoLinks):
+    def gather_of_replicas(self, value: int) -> list[int]:
+        return [value + 5, value]
+
+
+@pytest.mark.parametrize("answered", [True, False])
+def test_what_a_visit_has_brought_counts_once_if_only_its_answer_was_lost(answered: bool) -> None:
+    averager, module = OuterAsyncAverager(tau=4, fragments=2), nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
+    averager.replica, averager.links = averager.make_replica(module), AfterLoss(1, 2)  # type: ignore[assignment]
+    averager._parts = [(vectors, averager.replica.part(vectors)) for vectors in averager.replica.fragments]
+    averager.begun_from = [value - 1 for value in averager.replica.pack()]
+    averager.visits, averager.commits, averager.counts = 4, 0, [9, 4 if answered else 5]
+    averager.after_loss({}, 0, StepContext(16, False, [1, 1]))
+    to_bring = [float((x - c).mean()) for x, c in zip(averager.replica.pack(), averager.begun_from, strict=True)]
+    assert to_bring == [1.0, 1.0 if answered else 0.0]  # of the first fragment, and of the one whose turn it was
+    assert averager.counts == [9, 4]
 
 
 def test_only_parameters_are_measured_and_buffers_must_be_finite() -> None:

@@ -33,7 +33,17 @@ def alone(found: GossipAverager, module: nn.Module, skip: bool = False) -> None:
     start(found)
     found.reference = [torch.zeros_like(value) for value in found._packed]
     endpoint = Endpoint("127.0.0.1", "here", 1.0)
-    found.client = found.kind(endpoint, links, found.reference, found.wire, found.met, found.missed)
+    found.client = found.connect(endpoint, links, found.reference, found.wire, found.met, found.missed)
+
+
+def learn(one: PushSumAverager, samples: list[int]) -> None:
+    one.keep(one.learned(one.x, one.pack(), samples))
+
+
+def take(one: PushSumAverager, push: ReceivedPush) -> None:
+    held = one.held(one.x)
+    held[0].take([push])
+    one.keep(held)
 
 
 def step(module: nn.Module, size: float) -> None:
@@ -45,24 +55,24 @@ def step(module: nn.Module, size: float) -> None:
 def test_shares_may_change_meanwhile() -> None:
     module = nn.Linear(2, 1, bias=False).double()
     one = push_sum(module)
-    one._learn(one.pack(), [6, 6])
+    learn(one, [6, 6])
     before = one.x[0].clone()
     step(module, 2.0)
-    one._learn(one.pack(), [9, 3])
+    learn(one, [9, 3])
     assert torch.allclose(one.x[0], before + 1.5 * 2.0)
-    assert one.weight == 1.0  # weights go their own ways: their sum stays what it was
+    assert one.weights == [1.0]  # weights go their own ways: their sum stays what it was
 
 
 def test_no_samples() -> None:
     module = nn.Linear(2, 1, bias=False).double()
     one, start = push_sum(module), module.weight.detach().clone().reshape(-1)
-    one._learn(one.pack(), [0, 12])
-    assert torch.equal(one._unbiased()[0], start)  # nothing has come yet
-    one._add([torch.full((2,), 3.0).double()], 0.5, 1)
-    assert torch.equal(one._unbiased()[0], torch.full((2,), 6.0).double())
-    one.replica.unpack(one._unbiased())
-    one._learn(one.pack(), [0, 12])
-    assert one.weight == 0.5  # what has come is kept
+    learn(one, [0, 12])
+    assert torch.equal(one.unbiased(one.held(one.x))[0], start)  # nothing has come yet
+    take(one, ReceivedPush(1, 0, 0.5, [torch.full((2,), 3.0).double()]))
+    assert torch.equal(one.unbiased(one.held(one.x))[0], torch.full((2,), 6.0).double())
+    one.replica.unpack(one.unbiased(one.held(one.x)))
+    learn(one, [0, 12])
+    assert one.weights == [0.5]  # what has come is kept
     assert torch.equal(one.x[0], torch.full((2,), 3.0).double())
 
 
@@ -90,19 +100,20 @@ def test_what_came_before_a_replica_was_lost_counts_after_it() -> None:
     """The weighted sum of this replica and of what has come stays, though the model has not seen it yet."""
     module = nn.Linear(2, 1, bias=False).double()
     one = push_sum(module)
-    one._learn(one.pack(), [6, 6])
+    learn(one, [6, 6])
     come = ReceivedPush(1, 7, 0.5, [torch.full((2,), 3.0).double()])
     total = one.x[0] + come.vectors[0]
-    box: list[ReceivedPush] = []
+    box: list[tuple[int, ReceivedPush]] = []
     client: Any = one.client
-    client.lose, client.waiting, client.restore = lambda *_: None, lambda: [come], box.extend
+    client.lose, client.waiting, client.restore = lambda *_: None, lambda: [[come]], box.extend
     one.met.update({1: 3, 2: 5})
     one.missed.update({0: 1, 1: 2})
     one.absorb_arrived([1])
     assert (one.met, one.missed) == ({1: 5}, {0: 1})  # who was the third is the second now
     one.after_restore()  # with the connections of those that remain
-    assert [push.peer for push in box] == [-1]  # whose numbers are others
-    one._learn(one.pack(), [12])
-    one._take(box)
-    assert one.weight == 1.5
+    [(column, push)] = box
+    assert (column, push.peer) == (0, -1)  # whose numbers are others
+    learn(one, [12])
+    take(one, push)
+    assert one.weights == [1.5]
     assert torch.allclose(one.x[0], total)

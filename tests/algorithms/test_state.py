@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from lightning_hetero import Averager, InFlight, Own, PerReplica, Scratch, Shared, StepContext, model_values, zeros
 from lightning_hetero.algorithms.base import FitInfo
+from lightning_hetero.algorithms.diloco import OuterAverager
 from lightning_hetero.algorithms.state import (
     PendingExchange,
     VectorStart,
@@ -303,3 +304,87 @@ def test_tensors_without_a_role_are_refused_when_a_fit_starts() -> None:
             self._room, self.often = [torch.zeros(4)], 3
 
     started(model(), Memory())
+
+
+def test_values_that_change_without_a_role_are_refused() -> None:
+    @dataclass
+    class Counts(Everything):
+        def prepare(self) -> None:
+            self._steps, self.rows, self._room = 0, [["first", 1]], [torch.zeros(4)]
+
+        def after_step(self, context: StepContext) -> None:
+            self._room = [torch.ones(4)]  # memory
+            getattr(self, f"change_{context.step}")()
+
+        def change_1(self) -> None:
+            self._steps += 1
+
+        def change_2(self) -> None:
+            self.tau = 8
+
+        def change_3(self) -> None:
+            self.rows[0][1] = 2
+
+        def change_4(self) -> None:
+            self._last = "text"
+
+        def change_5(self) -> None:
+            self.momentum[0].add_(1.0)
+            self.best = 0.25
+
+    messages = {
+        1: r"Counts\._steps has changed during the fit, from 0 to 1, but has no role.*`_steps = Shared\(0\)`",
+        2: r"Counts\.tau has changed.* from 4 to 8.*`my_tau = Shared\(lambda averager: averager\.tau\)`",
+        3: r"Counts\.rows has changed during the fit, from 'first', 1 to 'first', 2",
+        4: r"Counts\._last has changed during the fit, from nothing to 'text'",
+    }
+    for step, message in messages.items():
+        counts = started(model(), Counts())
+        check_declared(counts)
+        counts.after_step(StepContext(step, False, [1, 1, 1]))
+        with pytest.raises(ConfigurationError, match=message):
+            check_declared(counts)
+    counts = started(model(), Counts())
+    counts.after_step(StepContext(5, False, [1, 1, 1]))
+    check_declared(counts)
+    again = started(model(), counts)  # another fit begins, or parameters have become trainable
+    check_declared(again)
+
+
+def test_what_averagers_use_themselves_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match=r"Packs sets _packed, which averagers use themselves.*`my_packed`"):
+
+        class Packs(Everything):
+            def meet(self, context: StepContext) -> None:
+                self._packed = []
+
+    with pytest.raises(
+        ConfigurationError, match=r"Spare\._spare is declared as state, but.*`my_spare = Own\(\.\.\.\)`"
+    ):
+
+        class Spare(Everything):
+            _spare = Own(model_values)  # type: ignore[assignment]
+
+    with pytest.raises(ConfigurationError, match=r"Runs sets run, which"):
+
+        class Runs(Everything):
+            def prepare(self) -> None:
+                self.run, self.tau = FitInfo(), 3
+
+
+def test_fragments_wait_after_a_loss_in_a_resumed_run_too() -> None:
+    """Up to the furthest survivor's step no exchange begins."""
+
+    def streaming() -> Any:
+        links: Any = SimpleNamespace(count=2, index=0, prepare=lambda: None, lay_out=lambda layout: None)
+        links.feedback = lambda wire, lengths: None
+        averager = OuterAverager(tau=4, delay=2)
+        averager.setup(averager.make_replica(model()), links, list, FitInfo())
+        return averager
+
+    survivor, resumed = streaming(), streaming()
+    survivor.after_loss({"reference": survivor.reference}, 8, StepContext(7, False, [1, 1]))
+    write(resumed, read(survivor))
+    assert streaming().beginning(8) == [0]
+    assert survivor.beginning(8) == resumed.beginning(8) == []
+    assert survivor.beginning(12) == resumed.beginning(12) == [0]

@@ -9,7 +9,9 @@ import numpy as np
 
 from lightning_hetero.batching.accounting import OPENING
 from lightning_hetero.batching.cost import CostModel, SpeedEstimator
-from lightning_hetero.batching.planner import Plan, Planner, Report
+from lightning_hetero.batching.plan import Plan
+from lightning_hetero.batching.planner import Planner
+from lightning_hetero.batching.reports import Idling, Report
 from lightning_hetero.batching.shares import Cost, makespan, split
 from lightning_hetero.batching.timer import StepTiming
 
@@ -87,6 +89,7 @@ class Cluster:
             planner.expect(total)
         self.models = [CostModel() for _ in self.costs]
         self.evidence = [SpeedEstimator() for _ in self.costs]
+        self.idling = [Idling.FIRST, *[Idling.POSSIBLE] * (len(self.costs) - 1)]
         self.step, self.apart = 0, apart
         self.clocks = self.exact = (0.0,) * len(self.costs)  # seconds of each rank with the noise, and without
         self.reports: list[Report] | None = None
@@ -107,7 +110,11 @@ class Cluster:
         if self.reports:
             self._act(drawn=1)
         shares = self.planners[0].shares(self.step)
-        times = [cost.seconds(n) for cost, n in zip(self.costs, shares, strict=True)]
+        idle = self.planners[0].at(self.step).idle
+        times = [
+            0.0 if rank in idle else cost.seconds(max(n, 1))  # else it runs a padding batch
+            for rank, (cost, n) in enumerate(zip(self.costs, shares, strict=True))
+        ]
         noisy = [
             self.noise(self.step, rank, now, t) for rank, (now, t) in enumerate(zip(self.clocks, times, strict=True))
         ]
@@ -115,7 +122,11 @@ class Cluster:
         opening, alone, begun = self.step in OPENING, self.apart > 1, max(self.clocks)
         meet = opening or self.step % self.apart == 0
         self.clocks, self.exact = _later(self.clocks, noisy, meet), _later(self.exact, times, meet)
-        for laps, model, evidence, n, t in zip(self._laps, self.models, self.evidence, shares, noisy, strict=True):
+        rows = zip(self._laps, self.models, self.evidence, shares, noisy, strict=True)
+        for rank, (laps, model, evidence, n, t) in enumerate(rows):
+            if rank in idle:
+                laps.append(StepTiming(0, 0.0, max(noisy), 0.0, 0.0, 0.0))
+                continue
             model.observe(max(n, 1), t)
             if model.warm:
                 laps.append(StepTiming(max(n, 1), t, 0.0 if alone else max(noisy) - t, 0.0, 0.0, 0.0))
@@ -147,7 +158,9 @@ class Cluster:
         drawn = self.step + self.ahead[rank]
         cost, means = speed.cost, (samples, compute, wait)
         row = Report(
-            cost.fixed, cost.per_sample, error, drawn, *means, len(laps), speed.since, *speed.bump, bends=cost.bends
+            *(cost.fixed, cost.per_sample, error, drawn, *means, len(laps), speed.since, *speed.bump),
+            idling=self.idling[rank],
+            bends=cost.bends,
         ).row
         return Report.of_row(row)
 

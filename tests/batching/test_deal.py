@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_hetero.batching.deal import Machines, deal_additive, deal_padded
-from lightning_hetero.batching.planner import Plan
+from lightning_hetero.batching.plan import Plan
 from lightning_hetero.batching.sample_costs import BatchCosts, SampleCosts, machines_of
 from lightning_hetero.batching.shares import Cost, Curve
 

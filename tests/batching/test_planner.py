@@ -11,16 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_hetero.batching.planner import (
-    Plan,
-    Planner,
-    PlanningState,
-    Report,
-    ShareHistory,
-    exact_shares,
-    plan_for_survivors,
-    rotating_shares,
-)
+from lightning_hetero.batching.plan import Plan, exact_shares, rotating_shares
+from lightning_hetero.batching.planner import Planner
+from lightning_hetero.batching.repartition import PlanningState, ShareHistory, plan_for_survivors
+from lightning_hetero.batching.reports import Report
 from lightning_hetero.batching.shares import Cost, Stepwise, makespan, split
 from lightning_hetero.errors import ConfigurationError, ShareError
 
@@ -632,6 +626,52 @@ def test_those_that_remain_go_on_in_turn(turns):
     planner.expect(63)
     rests = {tuple(planner.at(step).split([63], planner.turn(step))[0]) for step in range(20)}
     assert rests == ({(32, 31), (31, 32)} if turns else {(32, 31)})
+
+
+# -- multiples ----------------------------------------------------------------------------------------
+
+
+def compiled(*per_sample, compiles=1.0):
+    return [report(k)._replace(compiles=compiles) for k in per_sample]
+
+
+@pytest.mark.parametrize("compiling", [(1.0, 1.0, 1.0), (0.0, 1.0, 0.0)])
+def test_measured_shares_are_multiples_where_a_rank_compiles(compiling):
+    planner = sure_planner(480, 3)
+    assert planner.update(4, compiled(*EXAMPLE[1:], compiles=0.0)).split([480]) == [[275, 137, 68]]
+    planner = sure_planner(480, 3)
+    reports = [one._replace(compiles=flag) for one, flag in zip(compiled(*EXAMPLE[1:]), compiling, strict=True)]
+    assert planner.update(4, reports).split([480]) == [[276, 136, 68]]
+    resumed = planner_of(480, 3)
+    resumed.load_state_dict(json.loads(json.dumps(planner.state_dict())))
+    assert resumed.shares(0) == [276, 136, 68]
+    assert plan_for_survivors(planner, [0, 2], Planner(2)).plans[0].grid == Planner.COMPILED
+    assert planner_of(480, 3).shares(0) == [160] * 3
+
+
+def test_even_shares_stay_where_ranks_compile():
+    planner = sure_planner(300, 3)
+    planner.plans = [Plan(0, (Cost(0, 1), Cost(0, 2), Cost(0, 2)), (1,) * 3, (300,) * 3)]
+    planner.most = [0.5] * 3
+    assert planner.update(4, compiled(*[0.01] * 3)).split([300]) == [[100] * 3]
+
+
+def test_a_multiple_that_was_asked_for_counts_at_once():
+    assert planner_of(60, 3, multiple=8).shares(0) == [24, 20, 16]  # 4 are left
+    assert planner_of(60, 3, [4.0, 2.0, 0.5], multiple=8).shares(0) == [40, 16, 4]
+    assert planner_of(60, 3, multiple=8, high=20).shares(0) == [20] * 3  # no room
+
+
+@pytest.mark.parametrize(
+    ("total", "multiple", "sizes"),
+    [(64, 8, {16, 24}), (80, 4, {24, 28}), (62, 8, {20, 21})],  # of the last one, no multiples are left over
+)
+def test_multiples_in_turn(total, multiple, sizes):
+    plan = Plan(0, (Cost(0.0, 1.0),) * 3, (1,) * 3, (99,) * 3, grid=((multiple, multiple),))
+    given = [plan.split([total], turn)[0] for turn in range(300)]
+    assert all(sum(shares) == total for shares in given)
+    assert {n for shares in given for n in shares} == sizes
+    assert all(abs(sum(column) / 300 - total / 3) < 0.2 for column in zip(*given, strict=True))
 
 
 def past_planner(*plans: tuple[int, Sequence[int]]) -> Planner:

@@ -9,8 +9,11 @@ import torch
 from torch.utils.data import Subset
 
 from lightning_hetero.batching.cost import CostEvidence, CostModel, SpeedEstimator
+from lightning_hetero.batching.plan import Plan
 from lightning_hetero.batching.plan_agreement import plan_as_row, plan_from_row
-from lightning_hetero.batching.planner import Plan, Planner, Report, plan_for_survivors
+from lightning_hetero.batching.planner import Planner
+from lightning_hetero.batching.repartition import plan_for_survivors
+from lightning_hetero.batching.reports import Report
 from lightning_hetero.batching.sample_costs import SampleCosts, sample_costs_of, stream_costs_of
 from lightning_hetero.batching.sampler import Drawn, FixedBatches, Position, ShareSampler
 from lightning_hetero.batching.shares import Cost

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from torch.utils.data import BatchSampler
 from torch.utils.data.distributed import DistributedSampler
 
-from lightning_hetero.batching.planner import Plan, Planner
+from lightning_hetero.batching.plan import Plan
+from lightning_hetero.batching.planner import Planner
 from lightning_hetero.batching.sampler import (
     EvaluationSampler,
     EvenBatches,

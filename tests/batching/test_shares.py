@@ -4,12 +4,15 @@ import heapq
 import itertools
 import json
 import math
+import random
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_hetero.batching.planner import Plan, Planner, Report
+from lightning_hetero.batching.plan import Plan
+from lightning_hetero.batching.planner import Planner
+from lightning_hetero.batching.reports import Report
 from lightning_hetero.batching.shares import (
     MOST_BENDS,
     WORTH_LEAVING,
@@ -20,6 +23,8 @@ from lightning_hetero.batching.shares import (
     cost_of,
     curve_below,
     makespan,
+    multiples,
+    on_grid,
     row_of,
     split,
     too_slow,
@@ -214,9 +219,9 @@ def test_who_is_too_slow_by_hand():
     costs = [Cost(0.1, 0.01), Cost(0.1, 0.01), Cost(1.0, 0.1), Cost(1.0, 0.1)]
     found = too_slow(20, costs)
     assert (found.ranks, found.step, found.without) == ((2, 3), pytest.approx(1.1), pytest.approx(0.2))
-    assert str(found).startswith("The job is faster without 2 ranks: 2, 3 (100 samples/s against 18.2).")
+    assert str(found).startswith("Without 2 ranks: 2, 3 the job is 5.50 times as fast (100 samples/s against 18.2): ")
     assert too_slow(20, costs[:3]).ranks == (2,)
-    assert "without rank 2 (100 samples/s against 18.2)" in str(too_slow(20, costs[:3]))
+    assert "Without rank 2 the job is 5.50 times as fast (100 samples/s against 18.2)" in str(too_slow(20, costs[:3]))
     assert too_slow(20, costs, high=[9, 9, 20, 20]) is None  # the others cannot take all samples
     assert too_slow(20, costs[:2]) is None
     assert too_slow(20, costs[:1]) is None
@@ -293,13 +298,44 @@ def test_how_much_is_done_by_a_deadline_is_the_inverse_of_the_time(curve, sample
 # -- splits ------------------------------------------------------------------------------------------
 
 
+# -- on a grid --------------------------------------------------------------------------------------
+
+
+@given(limited(60, lines), st.integers(1, 9), st.integers(0, 20))
+def test_large_shares_are_multiples_but_for_one(case, multiple, least):
+    costs, total, low, high = case
+    shares, grid = split(total, costs, low, high), ((multiple, max(least, multiple)),)
+    rounded, each = on_grid(shares, grid, costs, low, high), multiples(shares, grid, low)
+    assert sum(rounded) == total
+    assert all(lo <= n <= h for lo, n, h in zip(low, rounded, high, strict=True))
+    off = [rank for rank, (n, m) in enumerate(zip(rounded, each, strict=True)) if n % m]
+    assert len(off) <= 1 or rounded == shares  # no room
+    if sum(h - n for n, h in zip(shares, high, strict=True)) > multiple * len(costs) ** 2:
+        assert max(abs(n - share) for n, share in zip(rounded, shares, strict=True)) <= multiple * len(costs)
+
+
+def test_a_step_is_hardly_longer_for_the_multiples_of_compiled_modules():
+    draw, excess = random.Random(0), []
+    for even in (64, 96, 128, 200, 256):
+        for world in (2, 3, 4, 8) * 30:
+            costs = [Cost(0.2 * even * draw.random(), draw.uniform(1, 4)) for _ in range(world)]
+            limits = [1] * world, [even * world] * world
+            shares = split(even * world, costs, *limits)
+            rounded = on_grid(shares, Planner.COMPILED, costs, *limits)
+            excess.append(makespan(rounded, costs) / makespan(shares, costs) - 1)
+    assert max(excess) < 0.025
+    assert sum(excess) / len(excess) < 0.01
+
+
 # -- wherever costs go -------------------------------------------------------------------------------
 
 
 @given(curves | rough)
 def test_a_cost_survives_a_report_and_a_checkpoint(cost):
     cost = cost_of(*cost[:2]) if not cost.bends else cost
-    report = Report(cost.fixed, cost.per_sample, 0.1, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0, bends=cost.bends)
+    report = Report(
+        cost.fixed, cost.per_sample, 0.1, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0, compiles=1.0, bends=cost.bends
+    )
     assert len(report.row) == len(Report._fields) - 1 + 2 * MOST_BENDS
     assert Report.of_row(report.row) == report
     assert report.cost == cost

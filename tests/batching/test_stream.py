@@ -9,7 +9,7 @@ import pytest
 from torch.distributed import HashStore
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_hetero.batching.planner import Plan
+from lightning_hetero.batching.plan import Plan
 from lightning_hetero.batching.sample_costs import StreamCosts
 from lightning_hetero.batching.sampler import Drawn, Position, RankSlot
 from lightning_hetero.batching.shares import Cost

@@ -111,6 +111,8 @@ def test_zero_cost_leaves_a_rank_alone() -> None:
     ("costs", "change_at", "message"),
     [
         ([], None, r"costs=\[\]: give the"),
+        ("fast", None, "costs='fast': give the"),
+        ([(0.1, 0.0)], {5: [(0.1,)]}, r"costs=\[\(0\.1,\)\]: give the"),
         ([(-0.1, 0.0)], None, "batch 0 on.*at least 0"),
         ([(0.1, float("nan"))], None, "finite"),
         ([(0.1, 0.0)], {5: [(0.1, float("inf"))]}, "batch 5 on"),

@@ -11,9 +11,9 @@ from homes import EACH, LIMIT, Case, per_body
 from ranks import run
 
 from lightning_hetero.comm.all_reduce import ReplicaLinks
-from lightning_hetero.comm.centers.base import Center, CenterLayout
+from lightning_hetero.comm.centers.base import Center, CenterLayout, CenterPart, CenterRule
 from lightning_hetero.comm.centers.client import CenterClient
-from lightning_hetero.comm.centers.thread import CenterWire, NarrowCenterWire
+from lightning_hetero.comm.centers.thread import CenterWire, ChangeWire, NarrowCenterWire
 from lightning_hetero.comm.compression import DTYPES
 from lightning_hetero.comm.groups import Groups
 
@@ -110,6 +110,59 @@ def test_clients_and_center_meet_far_beyond_the_rounding_of_one_exchange(wire: s
         assert (total - start).abs().max() < 1e-4 if i == 0 else 1e-12
         for own in everybody:
             assert (own[i] - center[i]).abs().max() < ROUNDING[wire] / 50
+
+
+# -- changes in few bits -------------------------------------------------------------------------------------
+
+LENGTHS, RESUMES, SKIPS = [900, 7], 12, 6  # of 1001 and 7 values; in these exchanges
+
+
+def _changes(wire: str) -> tuple[list[torch.Tensor], list[torch.Tensor], list[list[torch.Tensor]]]:
+    """What was meant to arrive or has arrived, what is still to be sent, and what is known after each exchange."""
+    dist.init_process_group("gloo")
+    rank, known, left_out = dist.get_rank(), drawn(0), [torch.zeros(length) for length in LENGTHS]
+    end = ChangeWire(dist.group.WORLD, 1 - rank, wire, CenterPart(CenterRule(), known, LENGTHS, left_out), rank == 0)
+    sums, seen, table = [torch.zeros(length, dtype=torch.float64) for length in LENGTHS], [], torch.ones(2)
+    end.start([*drawn(0), table])
+    for step in range(60):
+        center = [*drawn(100 + min(step, 20)), table]  # at rest in the end
+        if step == RESUMES:
+            for value in known if rank else ():
+                value.add_(0.01)
+            end.start(center)
+        values = [*(value * 0.1 for value in drawn(step)), table.clone()]
+        counts = step != SKIPS
+        before = [rest.clone() for rest in left_out]
+        if rank:
+            meant = [value.clone() for value in values]
+            end.send_values(values, counts)
+            assert counts or same(before, left_out)
+            end.receive_difference(values)
+            for own, value in zip(known, values, strict=False):
+                own.copy_(value)
+            assert all(torch.equal(x[n:], y[n:]) for x, y, n in zip(values, center, LENGTHS, strict=False))  # buffers
+        else:
+            meant = [torch.full_like(value, math.nan) for value in values]
+            end.receive_values(meant)
+            assert counts or not any(part[:length].any() for part, length in zip(meant, LENGTHS, strict=False))
+            values = [value.clone() for value in center]
+            end.send_difference(values)
+        for total, value, length in zip(sums, meant, LENGTHS, strict=False):
+            total += value[:length] * counts
+        heard = known if rank else end._known
+        seen.append([value[:length].clone() for value, length in zip(heard, LENGTHS, strict=True)])
+    return sums, left_out, seen
+
+
+@pytest.mark.parametrize("wire", ["bf16", "fp16", "int8", "int4", "2bit", "topk:0.1"])
+def test_changes_in_few_bits_all_arrive_or_are_still_to_be_sent(wire: str) -> None:
+    (arrived, _, known), (meant, left_out, known_there) = run(_changes, 2, wire)
+    for here, there, rest in zip(arrived, meant, left_out, strict=True):
+        assert (here + rest - there).abs().max() < 1e-5
+        assert rest.any()
+    assert all(map(same, known, known_there))
+    for value, truth, length in zip(known[-1], drawn(120), LENGTHS, strict=True):
+        assert (value - truth[:length]).abs().max() < 0.02
 
 
 # -- numbers that do not fit ---------------------------------------------------------------------------------

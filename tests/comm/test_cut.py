@@ -1,10 +1,12 @@
 """Waking up who waits in gloo, when ranks are lost."""
 
+import gc
 import os
 import socket
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -121,3 +123,23 @@ def test_a_connection_by_which_ranks_agree_is_left_alone() -> None:
         other.sendall(b"?")
         own.settimeout(LIMIT)
         assert own.recv(1) == b"?"
+
+
+def test_a_connection_with_two_descriptors_is_kept_once() -> None:
+    """Another thread may look at it then: what lingers is closed later, and not left to the garbage collector."""
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listener,
+        socket.create_connection(listener.getsockname()) as one,
+        one.dup(),
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("error", ResourceWarning)
+        leaks: list[object] = []
+        sys.unraisablehook, usual = leaks.append, sys.unraisablehook
+        try:
+            threads._abort({threads._name(one)})
+            gc.collect()
+        finally:
+            sys.unraisablehook = usual
+        assert one.recv(1) == b""
+        assert not leaks

@@ -49,6 +49,13 @@ def test_what_arrives_and_what_is_left_out_make_up_the_values(wire: str) -> None
         assert (arrived != 0).any()
 
 
+@pytest.mark.parametrize("wire", WIRES)
+def test_an_empty_vector_has_an_empty_message(wire: str) -> None:
+    """As a rank has that holds nothing of a short parameter."""
+    for part in sent(made(wire), np.zeros(0, np.float32)):
+        assert len(part) == 0
+
+
 @pytest.mark.parametrize(("wire", "levels"), [("int8", 127), ("int4", 7)])
 def test_values_are_rounded_to_the_nearest_of_a_blocks_levels(wire: str, levels: int) -> None:
     for length in LENGTHS:

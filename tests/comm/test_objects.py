@@ -13,7 +13,9 @@ import torch
 from torch import nn
 
 import lightning_hetero
+from lightning_hetero.comm import agreement
 from lightning_hetero.comm.object_collectives import pack_value, portable, unpack_value
+from lightning_hetero.errors import DisagreementError
 
 PACKAGE = Path(lightning_hetero.__file__).parent
 Pair = namedtuple("Pair", "first second")
@@ -133,3 +135,18 @@ def test_files_are_written_by_plugins() -> None:
 
 def test_the_control_a_plain_pickle_takes_the_whole_memory() -> None:
     assert len(pickle.dumps(torch.zeros(10**5)[:2])) > 10**5
+
+
+@pytest.mark.parametrize(
+    ("second", "lines"),
+    [
+        ({"strategy": "B", "wire": "fp32"}, ["  strategy: rank 0: A, rank 1: B"]),
+        ({"strategy": "A"}, ["  tau: rank 0: 3, rank 1: (missing)"]),
+    ],
+)
+def test_names_that_some_ranks_lack_do_not_hide_what_differs(monkeypatch, second, lines):
+    answers = iter([["one", "another"], [{"strategy": "A", "tau": 3}, second]])
+    monkeypatch.setattr(agreement, "gather", lambda *_: next(answers))
+    with pytest.raises(DisagreementError) as caught:
+        agreement.check_equal("options", {})
+    assert str(caught.value).splitlines()[1:] == lines

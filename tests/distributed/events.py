@@ -101,7 +101,10 @@ OTHERS = {
     "hetero_easgd_async/alone": Row(PULL, ALONE),  # one client: nobody comes between
     "hetero_easgd_hogwild/alone": Row(PULL, ALONE),
     "hetero_diloco_async/alone": Row({"tau": 4}, ALONE, limit=1e-15),  # where all last looked, and what has come since
-    "hetero_diloco_async/thread": Row({"tau": 3, "outer_momentum": 0.3, "center": "thread"}, repeats=False),
+    "hetero_diloco_async/thread": Row({"tau": 3, "outer_momentum": 0.3, "wire": "2bit"}, repeats=False),
+    "hetero_diloco_async/int4": Row(
+        {"tau": 4, "fragments": 2, "wire": "int4", "outer_momentum": 0.3}, repeats=False, period=4
+    ),
     "hetero_gossip/overlap": Row({"topology": "random", "wire": "bf16", **GOSSIP}),
     "hetero_gossip/pull": Row({"exchange": "pull", "topology": "exponential", **GOSSIP}),
     "hetero_gossip/push": Row({"exchange": "push", **GOSSIP}),

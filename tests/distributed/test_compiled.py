@@ -8,6 +8,7 @@ import time
 from typing import Any
 
 import lightning.pytorch as pl
+import pytest
 import torch
 from ranks import run
 from tasks import FAST, Net, dataset
@@ -23,10 +24,10 @@ COMPILING, STEPS = 2.0, 60  # seconds for each graph
 class Compiled(Net):
     """Its network is compiled, by a backend that takes its time; the second rank's device is slow."""
 
-    def __init__(self) -> None:
+    def __init__(self, slow: float) -> None:
         super().__init__()
         self.graphs = 0
-        self.rank = 0
+        self.rank, self.slow = 0, slow
         self.compiled = torch.compile(self.net, backend=self._compile)
 
     def _compile(self, graph: Any, inputs: Any) -> Any:
@@ -37,7 +38,7 @@ class Compiled(Net):
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         self.rank = self.global_rank
         x, y, *_ = batch
-        time.sleep(len(x) * (0.003 if self.rank == 0 else 0.001))
+        time.sleep(len(x) * (self.slow if self.rank == 0 and batch_idx < STEPS else 0.001))
         return torch.nn.functional.mse_loss(self.compiled(x), y)
 
 
@@ -49,16 +50,23 @@ class Sizes(pl.Callback):
         self.seen.append(len(batch[0]))
 
 
-def _fit(marks: bool) -> tuple[int, list[int], float]:
+def _fit(
+    marks: bool, batch_size: int = 16, steps: int = STEPS, slow: float = 0.003, **options: Any
+) -> tuple[int, list[int], float]:
     torch._dynamo.reset()
     if not marks:
         base.mark_sizes_dynamic = lambda batch: None  # type: ignore[assignment]
-    module, sizes = Compiled(), Sizes()
+    module, sizes = Compiled(slow), Sizes()
     with virtual_time(sys.modules[__name__]):
         trainer = pl.Trainer(
-            strategy=HeteroDDPStrategy(timeout=60), max_steps=STEPS, max_epochs=-1, callbacks=[sizes], **FAST, devices=1
+            strategy=HeteroDDPStrategy(timeout=60, **options),
+            max_steps=steps,
+            max_epochs=-1,
+            callbacks=[sizes],
+            **FAST,
+            devices=1,
         )
-        trainer.fit(module, DataLoader(dataset(32 * STEPS), batch_size=16))
+        trainer.fit(module, DataLoader(dataset(2 * batch_size * steps), batch_size=batch_size))
     return module.graphs, sizes.seen, trainer.strategy.accounting.cost.cost.fixed
 
 
@@ -69,6 +77,18 @@ def test_sizes_that_move_are_not_compiled_anew() -> None:
         assert graphs == 1
     slow, fast = (sizes for _, sizes, _ in found)
     assert sum(fast[-10:]) > 2 * sum(slow[-10:])  # three times as fast
+
+
+@pytest.mark.parametrize("options", [{}, {"share_multiple": 16}])
+def test_large_shares_that_move_are_multiples(options: dict[str, Any]) -> None:
+    """The slow rank, 2.2 times as slow at first, is as fast as the other one from a step on."""
+    found = run(_fit, 2, True, 128, 2 * STEPS, 0.0022, nodes=[1, 1], **options)
+    for graphs, sizes, _ in found:
+        assert graphs == 1
+        assert not {size for size in sizes if size % options.get("share_multiple", 4)}, sizes
+    slow, fast = (sizes for _, sizes, _ in found)
+    assert {a + b for a, b in zip(slow, fast, strict=True)} == {256}
+    assert (slow[0], slow[STEPS], slow[-1]) == (128, 80, 128)
 
 
 def test_compiling_is_no_slowness() -> None:

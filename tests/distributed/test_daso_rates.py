@@ -1,10 +1,13 @@
 """Rates of `hetero_daso`: exchanges per batch and steps of waiting, never stuck and never out of bounds."""
 
 import warnings
+from pathlib import Path
+from typing import Any
 
 import lightning.pytorch as pl
 import numpy as np
 import pytest
+from lightning.pytorch.callbacks import Checkpoint
 from ranks import run
 from tasks import FAST, Net, dataset
 from torch.utils.data import DataLoader
@@ -74,15 +77,40 @@ class Logging(Net):
         self.log("level", 10.0 + self.current_epoch * (1 if self.global_rank else -1))
 
 
-def _monitored() -> list[tuple[int, int]]:
+class SaveAtEnd(Checkpoint):
+    """Saves at the end of an epoch, when the module has logged."""
+
+    def __init__(self, path: str, epoch: int) -> None:
+        self.path, self.epoch = path, epoch
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if trainer.current_epoch == self.epoch:
+            trainer.save_checkpoint(self.path)
+
+
+def _monitored(path: str = "", resume: bool = False, **options: Any) -> list[tuple[int, int]]:
     warnings.filterwarnings("ignore", ".*recommended to use.*sync_dist=True")
-    module = Logging()
-    strategy = DASOStrategy(balance="off", global_batch_size=12, warmup=0, cooldown=0, patience=1, monitor="level")
-    trainer = pl.Trainer(strategy=strategy, **{**FAST, "max_epochs": 4})
-    trainer.fit(module, DataLoader(dataset(96), batch_size=4))
+    module, saving = Logging(), SaveAtEnd(path, epoch=9 if resume or not path else 1)
+    strategy = DASOStrategy(balance="off", global_batch_size=12, warmup=0, cooldown=0, patience=1, **options)
+    settings = {**FAST, "max_epochs": 4, "callbacks": [saving], "enable_checkpointing": True}
+    trainer = pl.Trainer(strategy=strategy, **settings)
+    trainer.fit(module, DataLoader(dataset(96), batch_size=4), ckpt_path=path if resume else None)
     return module.rates
 
 
 def test_the_monitored_metric_is_the_mean_of_all_ranks() -> None:
-    for rates in run(_monitored, 2, nodes=[1, 1]):
+    for rates in run(_monitored, 2, nodes=[1, 1], monitor="level"):
         assert rates == [(4, 1), (4, 1), (2, 1), (1, 1)]
+
+
+def _undisturbed_and_resumed(path: str, *cases: dict[str, Any]) -> list[Any]:
+    return [[_monitored(path, resume, **case) for resume in (False, True)] for case in cases]
+
+
+def test_a_resumed_run_looks_as_often_as_an_undisturbed_one(tmp_path: Path) -> None:
+    """A metric of the epoch that ends with the checkpoint is looked at in the next step only."""
+    cases = {"monitor": "level"}, {"monitor": "level", "schedule_every_n_steps": 5}
+    found, _ = run(_undisturbed_and_resumed, 2, str(tmp_path / "saved.ckpt"), *cases, nodes=[1, 1])
+    for undisturbed, resumed in found:
+        assert undisturbed[2] != undisturbed[1]
+        assert resumed == undisturbed[2:]

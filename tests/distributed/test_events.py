@@ -202,7 +202,9 @@ def check_moved(name: str, before: list[Seen], after: list[Seen], path: Path) ->
         assert len(told) == (rank == 0), seen.said
 
 
-@rows(among("easgd/exclude", "easgd_overlap/int4", "diloco/topk", "diloco/fragments", "diloco/int4"))
+@rows(
+    among("easgd/exclude", "easgd_overlap/int4", "diloco/topk", "diloco/fragments", "diloco/int4", "diloco_async/int4")
+)
 def test_on_other_ranks_a_fit_goes_on_with_the_next_sample(tmp_path: Path, name: str) -> None:
     path = tmp_path / "saved.ckpt"
     before = job(saved, name, path, nodes=(1, 1, 1))
@@ -291,7 +293,9 @@ def test_a_loss_that_is_not_finite_is_left_out_if_asked_for(name: str) -> None:
 
 MOMENTS = {"before": 0, "within": 1, "after": 2, "fails": 2}  # an exchange, or in a step; and who is lost
 DIED, FAILED = "has ended without an error message", "failed with StruckError: struck"
-KEPT = [name for name in among("diloco/fragments", "diloco/int4", "slowmo") if name != "hetero_auto"]
+KEPT = [
+    name for name in among("diloco/fragments", "diloco/int4", "diloco_async/int4", "slowmo") if name != "hetero_auto"
+]
 
 
 class StruckError(Exception):
@@ -461,7 +465,15 @@ def test_all_save_and_stop_after_the_same_step_when_one_is_told_to(tmp_path: Pat
 # -- unfrozen, frozen ----------------------------------------------------------------------------------------
 
 
-CHANGE = among("node/optimizer", "easgd_async/thread", "diloco/delay", "gossip/push", "gossip_push_sum/bf16", "slowmo")
+CHANGE = among(
+    "node/optimizer",
+    "easgd_async/thread",
+    "diloco_async/thread",
+    "diloco/delay",
+    "gossip/push",
+    "gossip_push_sum/bf16",
+    "slowmo",
+)
 
 
 class Thaws(BaseFinetuning):

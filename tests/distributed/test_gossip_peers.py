@@ -43,7 +43,9 @@ class Waits(pl.Callback):
         self.seconds: list[float] = []
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
-        self.seconds.append(trainer.strategy.averager.client.transport.peers.session.deadline)
+        client = trainer.strategy.averager.client
+        [client] = client if isinstance(client, list) else [client]  # one for each column
+        self.seconds.append(client.transport.peers.session.deadline)
 
 
 def _alone() -> Any:
@@ -184,7 +186,7 @@ class Watch(pl.Callback):
 
     def on_train_end(self, trainer: pl.Trainer, *_: Any) -> None:
         averager = trainer.strategy.averager
-        self.held = self.weights[-1] + sum(push.weight for push in averager.client.transport.waiting())
+        self.held = self.weights[-1] + sum(push.weight for push in averager.client[0].transport.waiting())
 
 
 def _thawing(rates: list[float]) -> Any:

@@ -18,8 +18,8 @@ from torch.utils.data import DataLoader, Dataset
 from virtual_time import VirtualTime, virtual_time
 
 from lightning_hetero import EASGDAsyncStrategy, GossipAsyncStrategy
-from lightning_hetero.batching.accounting import PlanAgreement
 from lightning_hetero.batching.plan_agreement import PlanLeader
+from lightning_hetero.batching.plan_thread import PlanAgreement
 
 really_sleep = time.sleep
 PER_SAMPLE = (0.001, 0.002, 0.004, 0.004)  # seconds of a delay that uses no core

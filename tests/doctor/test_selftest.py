@@ -102,6 +102,23 @@ def gpus(monkeypatch: pytest.MonkeyPatch, names: list[str], used: list[float], c
     return list(selftest._machine(selftest.devices()))
 
 
+def test_without_a_gpu_rows_say_so() -> None:
+    _, devices = selftest._machine(CPUS)
+    assert devices.found.startswith("no GPU; ")
+    assert devices.found.endswith(" cores. Checks run on 2 CPU ranks")
+    assert [row.verdict for row in selftest._waits_and_memory(CPUS)] == ["not here"] * 2
+
+
+def test_a_full_gpu_is_a_row_of_each_check(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    lost = "Traceback (most recent call last):\n  File ...\ntorch.OutOfMemoryError: CUDA out of memory. Tried ...\n"
+    monkeypatch.setattr(selftest, "run", lambda *given: [selftest.RankOutcome([], 1, lost, 2.0)] * given[2])
+    rows = [row for check in selftest.CHECKS[1:] for row in check(Devices("cuda", 1, 2))]
+    assert {row.verdict for row in rows} == {"FAILED"}
+    assert len(rows) == 3 + len(selftest.ENTRIES) + 3
+    assert all("CUDA out of memory" in row.found for row in rows)
+    assert not capsys.readouterr().err
+
+
 def test_one_gpu_is_shared(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = gpus(monkeypatch, ["A100"], [0.1], ["a"])
     assert [row.verdict for row in rows] == ["ok"] * 3

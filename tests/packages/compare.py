@@ -14,6 +14,7 @@ import traceback
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ ROUNDING = 1e-3
 
 Train = Callable[[dict[str, Any]], None]
 Rows = Callable[[Any], Iterable[Tensor]]
+Found = dict[str, Any]  # what came of a fit on one rank
 
 
 class Watch(Callback):
@@ -66,6 +68,13 @@ class Watch(Callback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.steps, self.module = trainer.global_step, pl_module
         self.metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+
+    def save(self, path: Path) -> None:
+        """Write what it has noted, and the weights."""
+        assert self.module is not None
+        weights = torch.cat([p.detach().double().reshape(-1) for p in self.module.parameters() if p.numel()])
+        found = {"seen": self.seen, "losses": self.losses, "steps": self.steps, "metrics": self.metrics}
+        torch.save({**found, "weights": weights}, path)
 
 
 def _strategy(name: str, unused: bool) -> Any:
@@ -102,17 +111,14 @@ def _rank(rank: int, port: int, train: Train, rows: Rows, strategy: Any, results
     }
     try:
         train(trainer)
-        assert watch.module is not None
-        weights = torch.cat([p.detach().double().reshape(-1) for p in watch.module.parameters() if p.numel()])
-        found = {"seen": watch.seen, "losses": watch.losses, "steps": watch.steps, "metrics": watch.metrics}
-        torch.save({**found, "weights": weights}, results / f"{rank}.pt")
+        watch.save(results / f"{rank}.pt")
     except BaseException:
         traceback.print_exc()
         os._exit(1)
     os._exit(0)  # nothing of the fit is left to wait for
 
 
-def _fit(train: Train, rows: Rows, strategy: Any) -> list[dict[str, Any]]:
+def _fit(train: Train, rows: Rows, strategy: Any) -> list[Found]:
     """What came of it on each rank."""
     with tempfile.TemporaryDirectory(prefix="packages-") as folder:
         results = Path(folder)
@@ -130,10 +136,15 @@ def _fit(train: Train, rows: Rows, strategy: Any) -> list[dict[str, Any]]:
             for rank in range(WORLD):
                 print(f"--- {strategy}, rank {rank}\n{(results / f'{rank}.txt').read_text()[-4000:]}")
             raise RuntimeError(f"{strategy}: exit codes {[process.exitcode for process in processes]}")
-        return [torch.load(results / f"{rank}.pt", weights_only=False) for rank in range(WORLD)]
+        return load(results)
 
 
-def _mean_losses(ranks: list[dict[str, Any]]) -> list[float]:
+def load(results: Path) -> list[Found]:
+    """What the ranks have written to a folder."""
+    return [torch.load(results / f"{rank}.pt", weights_only=False) for rank in range(WORLD)]
+
+
+def _mean_losses(ranks: list[Found]) -> list[float]:
     """Of each epoch, over all samples."""
     epochs = zip(*(one["losses"] for one in ranks), strict=True)
     means = []
@@ -143,12 +154,12 @@ def _mean_losses(ranks: list[dict[str, Any]]) -> list[float]:
     return means
 
 
-def _seen(ranks: list[dict[str, Any]]) -> list[Counter[str]]:
+def _seen(ranks: list[Found]) -> list[Counter[str]]:
     """How often each sample was seen in each epoch, by all ranks."""
     return [sum(parts, Counter()) for parts in zip(*(one["seen"] for one in ranks), strict=True)]
 
 
-def _differences(name: str, ranks: list[dict[str, Any]], plain: list[dict[str, Any]]) -> list[str]:
+def _differences(name: str, ranks: list[Found], plain: list[Found]) -> list[str]:
     """How a fit differs from that of ``ddp`` though it should not."""
     wrong = []
     if (steps := [one["steps"] for one in ranks]) != (usual := [one["steps"] for one in plain]):
@@ -174,7 +185,7 @@ def _differences(name: str, ranks: list[dict[str, Any]], plain: list[dict[str, A
     return wrong
 
 
-def _apart(ranks: list[dict[str, Any]], plain: list[dict[str, Any]]) -> float:
+def _apart(ranks: list[Found], plain: list[Found]) -> float:
     own, usual = ranks[0]["weights"], plain[0]["weights"]
     return float((own - usual).norm() / usual.norm())
 
@@ -188,15 +199,25 @@ def main(package: str, train: Train, rows: Rows, unused: bool = False) -> None:
         rows: the tensors of a batch that tell its samples apart, a row each.
         unused: whether some of the model's parameters have no part in its loss.
     """
-    plain, failed = _fit(train, rows, _strategy("ddp", unused)), False
+    names = ("ddp", EVEN, *OURS)
+    compare(package, {name: partial(_fit, train, rows, _strategy(name, unused)) for name in names})
+
+
+def compare(package: str, fits: dict[str, Callable[[], list[Found]]]) -> None:
+    """As :func:`main`, with the fits themselves, by what they are called; the first is that of ``ddp``."""
+    plain: list[Found] = []
+    failed = False
     title = f"{package} {version(package)}"
-    for name in ("ddp", EVEN, *OURS):
+    for name, fit in fits.items():
         try:
-            ranks = plain if name == "ddp" else _fit(train, rows, _strategy(name, unused))
+            ranks = fit()
         except RuntimeError as error:
             failed = True
             print(f"| {title} | `{name}` | {error} | | | | |", flush=True)
+            if not plain:
+                break
             continue
+        plain = plain or ranks
         wrong = _differences(name, ranks, plain)
         failed |= bool(wrong)
         seen, losses = _seen(ranks), _mean_losses(ranks)

@@ -20,6 +20,9 @@ PACKAGES = {
     "deeptab": ["deeptab"],
     "transformers": ["transformers"],
     "litgpt": ["litgpt"],
+    "hydra-core": ["hydra-core"],
+    "darts": ["darts[torch]"],
+    "neuralforecast": ["neuralforecast"],
 }
 
 

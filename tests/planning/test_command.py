@@ -69,17 +69,25 @@ def test_help_names_the_defaults(capsys):
     assert set(found) == set(ClusterOptions._fields)
     for name, text in found.items():
         value = ClusterOptions()._asdict()[name]
-        assert (bytes_per_second(text) if text[-1] in "tB" else float(text)) == (1 if name == "speeds" else value), name
+        value = value[0] if name in ("speeds", "ranks") else value
+        assert (bytes_per_second(text) if text[-1] in "tB" else float(text)) == value, name
 
 
 def test_the_cluster_that_was_described():
     cluster = cluster_from_options(
-        ClusterOptions(nodes=3, ranks=2, params=1e6, step=0.4, speeds=(1, 1, 0.5), batch=10, fixed=0.25)
+        ClusterOptions(nodes=3, ranks=(2,), params=1e6, step=0.4, speeds=(1, 1, 0.5), batch=10, fixed=0.25)
     )
     assert [len(node) for node in cluster.nodes] == [2, 2, 2]
     assert [cost.seconds(10) for cost in cluster.ranks] == pytest.approx([0.4, 0.4, 0.8] * 2)
     assert cluster.ranks[0].fixed == pytest.approx(0.1)
     assert (cluster.size, cluster.samples) == (4e6, 60)
+
+
+def test_nodes_of_different_sizes(capsys):
+    cluster = cluster_from_options(ClusterOptions(nodes=3, ranks=(8, 4), speeds=(1, 0.5)))
+    assert [len(node) for node in cluster.nodes] == [8, 4, 8]
+    assert [cost.seconds(32) for cost in cluster.ranks] == pytest.approx([0.3, 0.6] * 10)
+    assert "2 nodes, 12 ranks; " in printed(["--nodes", "2", "--ranks", "8,4", "--most", "2"], capsys)
 
 
 def test_it_prints_all_strategies_the_best_and_why_and_what_would_help(capsys, tmp_path, monkeypatch):
@@ -123,8 +131,9 @@ def test_ranks_without_which_the_job_would_be_faster_are_named(tmp_path, capsys)
     slow = [[0.01, 0.002], [0.5, 0.004]]  # 32 samples a rank, 128 of all: 504 ms with one sample
     text = " ".join(printed(["--from", str(saved(tmp_path, nodes=[slow, slow])), "--most", "2"], capsys).split())
     # The other two take 64 samples each in 138 ms.
-    assert "The job is faster without 2 ranks: 1, 3 (928 samples/s against 254)." in text
-    assert "faster without" not in printed(["--from", str(saved(tmp_path)), "--most", "2"], capsys)
+    assert "Without 2 ranks: 1, 3 the job is 3.65 times as fast (928 samples/s against 254): even" in text
+    assert "Under hetero_ddp they get no samples once that is sure." in text
+    assert "Without 2 ranks" not in printed(["--from", str(saved(tmp_path)), "--most", "2"], capsys)
 
 
 @pytest.mark.parametrize(
@@ -194,6 +203,9 @@ def test_what_a_file_has_measured_cannot_be_given_beside_it(option, tmp_path):
         (["--speeds", "1,0"], "above 0"),
         (["--from", "nowhere.json"], "there is no file"),
         (["--wire", "int2"], "invalid choice"),
+        (["--wire", "bf61"], "Did you mean bf16?"),
+        (["--ranks", "8,0"], "at least 1"),
+        (["--ranks", "8,4,2"], "numbers of 3 nodes for --nodes 2"),
         (["--latency", "-1"], "at least 0"),
         (["--fixed", "1"], "below 1"),
         (["--latency", "nan"], "must be finite"),

@@ -1,4 +1,4 @@
-"""What docs/planning.md says against a figure from a paper: by the command that it shows, and by hand."""
+"""What docs/archive/benchmarks.md says about a figure from a paper: by the command that it shows, and by hand."""
 
 import re
 import shlex
@@ -9,8 +9,8 @@ import pytest
 from lightning_hetero.cli import main
 from lightning_hetero.planning.cluster import bytes_per_second
 
-PAGE = (Path(__file__).parents[2] / "docs" / "planning.md").read_text()
-SECTION = PAGE[PAGE.index("## Against a figure") :]
+PAGE = (Path(__file__).parents[2] / "docs" / "archive" / "benchmarks.md").read_text()
+SECTION = re.search(r"## Against a figure.*?(?=\n## |\Z)", PAGE, re.DOTALL).group()
 COMMAND = shlex.split(re.search(r"```bash\nlightning-hetero (plan .*)\n```", SECTION).group(1))
 HEAD, _, *ROWS = [[cell.strip(" `") for cell in line.split("|")[1:-1]] for line in re.findall(r"^\|.*$", SECTION, re.M)]
 RING = 2 * 62 * (28e6 / 63 / 10e9 + 2e-6)  # 63 ranks, 7 million parameters

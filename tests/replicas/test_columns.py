@@ -48,7 +48,7 @@ def test_each_value_is_exchanged_once(sizes: list[int], rows: list[int]) -> None
                 start += length
     found = Counter[tuple[str, int, tuple[int, ...]]]()
     for rank in range(sum(sizes)):
-        columns = Columns(replicas, rank, lengths, ["buffer"])
+        columns = Columns(replicas, rank, lengths)
         assert columns.ranks == sorted(set(columns.ranks))
         assert all(rank in column and len(column) == len(sizes) for column in columns.ranks)
         assert all(segment[1:] == (0, 3) for segment in columns.cut("buffer", 3))
@@ -93,7 +93,7 @@ class Job:
 
     def columns(self, rank: int) -> Columns:
         lengths = [{name: len(numbers) for name, numbers in of.items()} for of in self.held]
-        return Columns(self.replicas, rank, lengths, ["buffer"])
+        return Columns(self.replicas, rank, lengths)
 
     def links(self, rank: int) -> ReplicaLinks:
         """The network between replicas, of the rank that this process is."""
@@ -134,6 +134,25 @@ def test_state_of_another_replica_is_put_together(sizes: Sequence[int]) -> None:
                 number = job.columns(source).ranks.index(column)
                 theirs.append(layouts[source].pieces(state(job, of, source), number))
             torch.testing.assert_close(layouts[rank].whole(theirs), state(job, of, rank), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("sizes", [(2, 1), (1, 3), (4, 2, 3)])
+def test_parts_of_vectors_come_back(sizes: Sequence[int]) -> None:
+    """Of a buffer, which is in all columns, the first one counts; parts tell apart what is of which value."""
+    job, whole = Job(sizes), drawn([0])
+    for rank in range(job.world):
+        layout, vector = LayoutInColumns(job.layout(rank), job.columns(rank).cut), job.part(whole, rank)
+        parts = [layout.parts([vector], number) for number in range(len(job.columns(rank).ranks))]
+        named = [dict(layout.by_name(part, number)) for number, part in enumerate(parts)]
+        for name, numbers in job.held[rank].items():
+            found = torch.cat([part[name] for part in named])
+            torch.testing.assert_close(found, whole[name][numbers.start : numbers.stop], rtol=0, atol=0)
+        assert all(torch.equal(part["buffer"], whole["buffer"]) for part in named)
+        for part in named[1:]:
+            part["buffer"].zero_()
+        back = torch.full_like(vector, torch.nan)
+        layout.put(parts, [back])
+        assert torch.equal(back, vector)
 
 
 class OneColumn:

@@ -2,9 +2,18 @@
 
 import pytest
 
-from lightning_hetero.batching.planner import Planner, ShareHistory
+from lightning_hetero.batching.planner import Planner
+from lightning_hetero.batching.repartition import ShareHistory
 from lightning_hetero.strategies import recovery_policy
-from lightning_hetero.strategies.recovery_policy import AT_LEAST, AT_MOST, EXACT, LostSamples, Progress, count, sentence
+from lightning_hetero.strategies.recovery_policy import (
+    AT_LEAST,
+    AT_MOST,
+    EXACT,
+    LostSamples,
+    Progress,
+    count_lost_samples,
+    sentence,
+)
 
 
 @pytest.fixture
@@ -23,29 +32,33 @@ def standings(*steps: int, met: int = 0) -> list[Progress]:
 
 
 def test_what_lost_ranks_have_told(past: ShareHistory) -> None:
-    assert count({5: "", 7: ""}, {5: 60, 7: 99}, standings(99, 40), past, alike=False) == LostSamples(
+    assert count_lost_samples({5: "", 7: ""}, {5: 60, 7: 99}, standings(99, 40), past, alike=False) == LostSamples(
         40 * 3 + 3, AT_MOST
     )
 
 
 def test_a_rank_that_was_ahead_has_lost_nothing(past: ShareHistory) -> None:
-    assert count({3: ""}, {3: 150}, standings(99, 40), past, alike=False) == LostSamples(0, AT_MOST)
+    assert count_lost_samples({3: ""}, {3: 150}, standings(99, 40), past, alike=False) == LostSamples(0, AT_MOST)
 
 
 def test_nothing_is_known_of_one(past: ShareHistory) -> None:
     """Then it was not behind the slowest one, as far as anybody knows."""
-    assert count({5: "", 7: ""}, {7: 99}, standings(99, 90), past, alike=False) == LostSamples(10 * 3 + 3, AT_LEAST)
+    assert count_lost_samples({5: "", 7: ""}, {7: 99}, standings(99, 90), past, alike=False) == LostSamples(
+        10 * 3 + 3, AT_LEAST
+    )
 
 
 def test_where_all_meet_after_the_same_steps_a_rank_has_done_those(past: ShareHistory) -> None:
     met = [*standings(96, met=90), *standings(99, met=96)]
-    assert count({5: ""}, {5: 60}, met, past, alike=False) == LostSamples(4 * 3, AT_MOST)
-    assert count({5: ""}, {}, met, past, alike=False) == LostSamples(4 * 3, AT_MOST)
-    assert count({5: ""}, {5: 98}, met, past, alike=False) == LostSamples(2 * 3, AT_MOST)
+    assert count_lost_samples({5: ""}, {5: 60}, met, past, alike=False) == LostSamples(4 * 3, AT_MOST)
+    assert count_lost_samples({5: ""}, {}, met, past, alike=False) == LostSamples(4 * 3, AT_MOST)
+    assert count_lost_samples({5: ""}, {5: 98}, met, past, alike=False) == LostSamples(2 * 3, AT_MOST)
 
 
 def test_where_all_take_each_step_together_the_number_is_exact(past: ShareHistory) -> None:
-    assert count({5: ""}, {5: 60}, standings(98, 99, met=90), past, alike=True) == LostSamples(2 * 3, EXACT)
+    assert count_lost_samples({5: ""}, {5: 60}, standings(98, 99, met=90), past, alike=True) == LostSamples(
+        2 * 3, EXACT
+    )
 
 
 @pytest.mark.parametrize(

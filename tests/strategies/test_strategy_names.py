@@ -59,6 +59,11 @@ def test_a_wrong_string(given: str, near: str, use: str) -> None:
     assert use in str(raised.value)
 
 
+def test_a_class_in_place_of_an_instance() -> None:
+    with pytest.raises(ConfigurationError, match=r"strategy=DASOStrategy is a class: give .* strategy=DASOStrategy\("):
+        Trainer(strategy=DASOStrategy, accelerator="cpu")
+
+
 @pytest.mark.parametrize("given", ["dpp", "fsdpp", "deepspeed_stage_9", ""])
 def test_a_wrong_string_of_lightning_is_left_to_it(given: str) -> None:
     with pytest.raises(ValueError, match="invalid strategy name") as raised:

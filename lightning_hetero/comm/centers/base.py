@@ -4,12 +4,19 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from typing_extensions import override
 
+from lightning_hetero.comm.agreement import raise_on_all
 from lightning_hetero.comm.all_reduce import CHUNK
+from lightning_hetero.comm.columns import LayoutInColumns
+from lightning_hetero.errors import HeteroError
+
+T = TypeVar("T")
 
 
 class CenterLayout(NamedTuple):
@@ -21,6 +28,7 @@ class CenterLayout(NamedTuple):
         leaders: the rank of each replica that uses the center. The first is the host: the center lives with it.
         replica: number of this process's replica.
         timeout: longest wait for the center.
+        group: of the leaders, if they make it; ``None``: all ranks make it together.
     """
 
     rank: int
@@ -28,6 +36,7 @@ class CenterLayout(NamedTuple):
     leaders: tuple[int, ...]
     replica: int
     timeout: timedelta
+    group: dist.ProcessGroup | None = None
 
     @property
     def host(self) -> int:
@@ -38,6 +47,11 @@ class CenterLayout(NamedTuple):
     def is_client(self) -> bool:
         """Whether this rank uses the center: it is the leader of its replica."""
         return self.rank == self.leaders[self.replica]
+
+    @property
+    def place(self) -> int:
+        """The number of the host among those that make the center."""
+        return self.host if self.group is None else 0
 
 
 class PushPull(NamedTuple):
@@ -57,7 +71,7 @@ class PushPull(NamedTuple):
 class CenterRule:
     """Rule of a push-pull: the elastic one, ``D = values - center;  center += push D``, and ``D`` is the answer."""
 
-    def travelling(self, center: Sequence[Tensor]) -> Sequence[Tensor]:
+    def travelling(self, center: Sequence[T]) -> Sequence[T]:
         """Those vectors of the center for which a client sends values, and gets an answer; the first ones."""
         return center
 
@@ -70,18 +84,40 @@ class CenterRule:
         push_center(values, center, push, square)
 
 
+class CenterPart(NamedTuple):
+    """Part of a center that one push-pull exchanges, such as a fragment of the model.
+
+    Attributes:
+        rule: what a push-pull does.
+        known: for a low-bit wire: what this client knows the center to be, in the center's first travelling vectors.
+            Its values are changes since then, and an answer says where the center is; its owner takes that over.
+        lengths: of these vectors, how many of the first values travel in low bits.
+        left_out: of these values, what earlier messages of this client have left out, in fp32.
+    """
+
+    rule: CenterRule = CenterRule()
+    known: Sequence[Tensor] = ()
+    lengths: Sequence[int] = ()
+    left_out: Sequence[Tensor] = ()
+
+
 class Center(ABC):
     """Vectors on the CPU, in fp32 or wider, and the number of push-pulls of each replica.
 
-    All ranks make it together. Then only leaders use it, each of them one call at a time.
+    All ranks make it together, or the leaders do. Then only leaders use it, each of them one call at a time.
 
     Args:
         layout: which ranks use it.
-        rule: what a push-pull does. Default: the elastic rule.
+        parts: that are exchanged one by one. Default: all of it, by the elastic rule.
+
+    Attributes:
+        cut: of its vectors, where this rank meets the other replicas in several columns; ``None``: there is one.
     """
 
-    def __init__(self, layout: CenterLayout, rule: CenterRule | None = None) -> None:
-        self.layout, self.rule = layout, rule or CenterRule()
+    cut: LayoutInColumns | None = None
+
+    def __init__(self, layout: CenterLayout, parts: Sequence[CenterPart] = (CenterPart(),)) -> None:
+        self.layout, self.parts = layout, parts
 
     @abstractmethod
     def open(self, values: Sequence[Tensor]) -> None:
@@ -92,12 +128,13 @@ class Center(ABC):
         """
 
     @abstractmethod
-    def push_pull(self, values: Sequence[Tensor], push: float) -> PushPull:
+    def push_pull(self, values: Sequence[Tensor], push: float, part: int = 0) -> PushPull:
         """Exchange by the rule; by default ``D = values - center;  center += push D``, if ``D`` is finite.
 
         Args:
             values: vectors of the center's sizes and dtypes. They are overwritten with the answer, by default ``D``.
             push: how much of the difference the center moves by.
+            part: number of the part of the center.
 
         Raises:
             CommunicationError: the host of the center has ended, or does not answer in time.
@@ -130,6 +167,79 @@ class Center(ABC):
     @abstractmethod
     def close(self) -> None:
         """Free all resources; local, idempotent, also after an error."""
+
+
+class CenterInColumns(Center):
+    """A center in parts: one for each column of this rank. A push-pull visits one after the other.
+
+    Args:
+        centers: of the columns, in an order that all ranks share.
+        cut: cuts the vectors of the center.
+    """
+
+    def __init__(self, centers: Sequence[Center], cut: LayoutInColumns) -> None:
+        super().__init__(centers[0].layout, centers[0].parts)
+        self._centers, self.cut = centers, cut
+
+    def _parts(self, values: Sequence[Tensor]) -> list[tuple[Center, list[Tensor]]]:
+        return [(center, self._cut.parts(values, number)) for number, center in enumerate(self._centers)]
+
+    @property
+    def _cut(self) -> LayoutInColumns:
+        assert self.cut is not None
+        return self.cut
+
+    @override
+    def open(self, values: Sequence[Tensor]) -> None:
+        problem = None
+        for center, part in self._parts(values):
+            try:
+                center.open(part)
+            except HeteroError as error:  # on all ranks of the column; others wait in the next one
+                problem = problem or error
+        raise_on_all(problem, "the center")
+
+    @override
+    def push_pull(self, values: Sequence[Tensor], push: float, part: int = 0) -> PushPull:
+        cut = self._cut.of(self.parts[part].rule.travelling(range(len(self._cut.sizes))))
+        columns = [cut.parts(values, number) for number in range(len(self._centers))]
+        seen = [center.push_pull(own, push, part) for center, own in zip(self._centers, columns, strict=True)]
+        cut.put(columns, values)
+        return PushPull(sum(each.square for each in seen), seen[0].counts, sum(each.sent for each in seen))
+
+    @override
+    def read(self, out: Sequence[Tensor] | None = None) -> tuple[list[Tensor], list[int]]:
+        return self._whole([center.read() for center in self._centers], out)
+
+    @override
+    def peek(self) -> tuple[list[Tensor], list[int]] | None:
+        seen = [found for center in self._centers if (found := center.peek()) is not None]
+        return self._whole(seen) if len(seen) == len(self._centers) else None
+
+    def _whole(
+        self, seen: Sequence[tuple[list[Tensor], list[int]]], out: Sequence[Tensor] | None = None
+    ) -> tuple[list[Tensor], list[int]]:
+        parts, counts = zip(*seen, strict=True)
+        values = (
+            [new.new_empty(n) for n, new in zip(self._cut.sizes, parts[0], strict=True)] if out is None else list(out)
+        )
+        self._cut.put(parts, values)
+        return values, counts[0]
+
+    @override
+    def write(self, values: Sequence[Tensor], counts: Sequence[int]) -> None:
+        for center, part in self._parts(values):
+            center.write(part, counts)
+
+    @override
+    def leave(self) -> None:
+        for center in self._centers:
+            center.leave()
+
+    @override
+    def close(self) -> None:
+        for center in self._centers:
+            center.close()
 
 
 def subtract_center(values: Sequence[Tensor], center: Sequence[Tensor]) -> float:

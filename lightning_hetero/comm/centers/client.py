@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_hetero.comm.agreement import raise_on_all
 from lightning_hetero.comm.all_reduce import ReplicaLinks
-from lightning_hetero.comm.centers.base import Center, CenterLayout, CenterRule, PushPull
+from lightning_hetero.comm.centers.base import Center, CenterInColumns, CenterLayout, CenterPart, PushPull
 from lightning_hetero.comm.centers.mpi import MPICenter, mpi_missing
 from lightning_hetero.comm.centers.shared import SharedCenter
 from lightning_hetero.comm.centers.thread import ThreadCenter
@@ -23,9 +23,10 @@ from lightning_hetero.errors import UnsupportedError
 
 __all__ = [
     "Center",
+    "CenterInColumns",
     "CenterLayout",
     "CenterOptions",
-    "CenterRule",
+    "CenterPart",
     "Home",
     "MPICenter",
     "PushPull",
@@ -46,14 +47,14 @@ class CenterOptions:
         locked: whether clients wait for each other. Only a center in shared memory works without.
         in_turn: whether replicas are served in their order, over and over. Only a thread can do this.
         wire: number format of what clients send and get. Only a thread has a choice.
-        rule: what a push-pull does; ``None``: the elastic rule. A window of MPI knows no other.
+        parts: that are exchanged one by one, and by which rule. A window of MPI knows the default only.
     """
 
     home: Home = "auto"
     locked: bool = True
     in_turn: bool = False
     wire: str = "fp32"
-    rule: CenterRule | None = None
+    parts: Sequence[CenterPart] = (CenterPart(),)
 
 
 def open_center(
@@ -91,8 +92,8 @@ def open_center(
         raise_on_all(mpi_missing(layout.world), "the MPI center")
         return MPICenter(layout, across=len(hosts) > 1)
     if home == "shared_memory":
-        return SharedCenter(layout, locked, options.rule)
-    return ThreadCenter(layout, groups, interface, in_turn, wire, options.rule)
+        return SharedCenter(layout, locked, options.parts)
+    return ThreadCenter(layout, groups, interface, in_turn, wire, options.parts)
 
 
 def layout_of(rank: int, replicas: tuple[tuple[int, ...], ...], world: int, timeout: timedelta) -> CenterLayout:
@@ -119,13 +120,14 @@ class CenterClient:
         self.center, self._links = center, links
         self._broadcast = links.broadcaster("the center")
 
-    def push_pull(self, values: Sequence[Tensor], push: float) -> Callable[[], PushPull]:
+    def push_pull(self, values: Sequence[Tensor], push: float, part: int = 0) -> Callable[[], PushPull]:
         """Begin a push-pull (collective over the replica).
 
         Args:
             values: this replica's, of the center's sizes and dtypes. On every rank of the replica they are overwritten
-                with their difference from the center.
+                with the answer.
             push: how much of the difference the center moves by.
+            part: number of the part of the center.
 
         Returns:
             A function that waits for the result. Call it once, before the next push-pull.
@@ -134,7 +136,7 @@ class CenterClient:
         def work() -> PushPull:
             table = torch.zeros(2 + len(self.center.layout.leaders), dtype=torch.float64)
             if self.center.layout.is_client:
-                learned = self.center.push_pull(values, push)
+                learned = self.center.push_pull(values, push, part)
                 table = torch.tensor([learned.square, learned.sent, *learned.counts], dtype=torch.float64)
             with deadline("share what the center has answered with the other ranks of its replica"):
                 for tensor in (table, *values):
@@ -161,8 +163,8 @@ class CenterClient:
             counts.copy_(torch.tensor(seen))
 
         def received() -> list[Tensor]:
-            for tensor in (counts, *out):
-                self._links.broadcast_from(layout.host, tensor)
+            self._links.broadcast_from_first([counts])
+            self._links.broadcast_from_first(out, self.center.cut)
             return [counts, *out]
 
         counts, *center = collective("receive the center", received)

@@ -12,7 +12,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_hetero.comm.agreement import gather, raise_on_all
-from lightning_hetero.comm.centers.base import Center, CenterLayout, CenterRule, PushPull, copy_vectors
+from lightning_hetero.comm.centers.base import Center, CenterLayout, CenterPart, PushPull, copy_vectors
 from lightning_hetero.comm.failures import cause
 from lightning_hetero.comm.shared_memory import MappedVectors
 from lightning_hetero.errors import CommunicationError, ConfigurationError, HeteroError
@@ -30,11 +30,13 @@ class SharedCenter(Center):
         layout: which ranks use it.
         locked: whether clients wait for each other. Otherwise they read and add at any time (Hogwild), and some
             additions to the same numbers at the same time are lost.
-        rule: what a push-pull does. Default: the elastic rule.
+        parts: that are exchanged one by one. Default: all of it, by the elastic rule.
     """
 
-    def __init__(self, layout: CenterLayout, locked: bool = True, rule: CenterRule | None = None) -> None:
-        super().__init__(layout, rule)
+    def __init__(
+        self, layout: CenterLayout, locked: bool = True, parts: Sequence[CenterPart] = (CenterPart(),)
+    ) -> None:
+        super().__init__(layout, parts)
         self._locked = locked
         self._file = -1
         self._table, self._values = torch.zeros(0), [torch.zeros(0)]  # counts; the center
@@ -53,8 +55,8 @@ class SharedCenter(Center):
                     f"no room for a center of {size} bytes in shared memory: {error}. Use center='thread', or make "
                     "room: containers take --shm-size."
                 )
-        raise_on_all(problem, "the center in shared memory")
-        path = gather(memory.path if memory else "", "the center's file")[self.layout.host]
+        raise_on_all(problem, "the center in shared memory", self.layout.group)
+        path = gather(memory.path if memory else "", "the center's file", self.layout.group)[self.layout.place]
         if self.layout.is_client:
             try:
                 self._table, *self._values = (memory or MappedVectors(like, path)).vectors
@@ -64,22 +66,23 @@ class SharedCenter(Center):
                 problem = ConfigurationError(
                     f"cannot open the center's file in shared memory; use center='thread': {error}"
                 )
-        dist.barrier()  # all clients have opened it
+        dist.barrier(self.layout.group)  # all clients have opened it
         if memory:
             memory.hide()
-        raise_on_all(problem, "the center in shared memory")
+        raise_on_all(problem, "the center in shared memory", self.layout.group)
         if self.layout.is_client:
             fcntl.lockf(self._file, fcntl.LOCK_EX, 1, _ALIVE + self.layout.replica)
         if self.layout.rank == self.layout.host:
             self.write(values, [0] * len(self.layout.leaders))
-        dist.barrier()
+        dist.barrier(self.layout.group)
 
     @override
-    def push_pull(self, values: Sequence[Tensor], push: float) -> PushPull:
+    def push_pull(self, values: Sequence[Tensor], push: float, part: int = 0) -> PushPull:
+        rule = self.parts[part].rule
         with self._held() if self._locked else nullcontext():
             self._check_others()
-            square = self.rule.measure(values, self.rule.travelling(self._values))
-            self.rule.move(values, self._values, push, square)
+            square = rule.measure(values, rule.travelling(self._values))
+            rule.move(values, self._values, push, square)
             self._table[self.layout.replica] += 1  # each has its own
             return PushPull(square, self._counts())
 

@@ -15,14 +15,14 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_hetero.comm.agreement import gather
-from lightning_hetero.comm.centers.base import Center, CenterLayout, CenterRule, PushPull, copy_vectors
-from lightning_hetero.comm.compression import DTYPES
+from lightning_hetero.comm.centers.base import Center, CenterLayout, CenterPart, CenterRule, PushPull, copy_vectors
+from lightning_hetero.comm.compression import DTYPES, Encoding, Narrow, low_bit_encoding
 from lightning_hetero.comm.failures import cause, deadline
 from lightning_hetero.comm.groups import Groups
 from lightning_hetero.comm.object_collectives import finite
 from lightning_hetero.comm.threads import abort_too, close_at_exit
 from lightning_hetero.comm.transport import HostPort, Listener, connect
-from lightning_hetero.errors import CommunicationError
+from lightning_hetero.errors import CommunicationError, not_none
 
 
 class CenterWire:
@@ -59,8 +59,8 @@ class CenterWire:
         """On the client: whether its values fit into this format. If not, zeros will be sent in their place."""
         return True
 
-    def send_values(self, values: list[Tensor]) -> None:
-        """On the client: send its values, after :meth:`fits`."""
+    def send_values(self, values: list[Tensor], counts: bool = True) -> None:
+        """On the client: send its values, after :meth:`fits`; they may not count."""
         for value in values:
             self.send(value)
 
@@ -125,7 +125,7 @@ class NarrowCenterWire(CenterWire):
         return False
 
     @override
-    def send_values(self, values: list[Tensor]) -> None:
+    def send_values(self, values: list[Tensor], counts: bool = True) -> None:
         for known, short in zip(self._known, self._short, strict=True):
             self.send(short)
             known.add_(short)
@@ -157,6 +157,100 @@ class NarrowCenterWire(CenterWire):
             self.receive(short)
             known.sub_(short)
             value.copy_(short)
+
+
+class ChangeWire(CenterWire):
+    """Sends changes in few bits: those that a client brings, and where the center is, from what the client knows of it.
+
+    What a message of the client leaves out is added to its next one. What an answer leaves out is a part of the next
+    one anyway: both ends know what the client knows. Answers to ``topk`` come in 2 bits: momentum moves all values of
+    the center, and a few of them at a time would not keep up.
+
+    Args:
+        group: process group of the host and its clients.
+        other: the rank at the other end.
+        wire: any but fp32.
+        part: of the center.
+        hosts: whether this end is the host.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, other: int, wire: str, part: CenterPart, hosts: bool) -> None:
+        super().__init__(group, other)
+        dtype, self._part, self._hosts = DTYPES.get(wire), part, hosts
+        self._changes = Narrow(dtype) if dtype else low_bit_encoding(wire)
+        self._answers = low_bit_encoding("2bit") if wire.startswith("topk") else self._changes
+        self._known, self._tells = part.known, False
+
+    @override
+    def start(self, values: Sequence[Tensor]) -> None:
+        if self._hosts:
+            self._known = [value.clone() for value in values[: len(self._part.known)]]
+        else:  # after a resume it goes on from another center than that of now
+            self._tells = not all(map(torch.equal, self._known, values))
+
+    @override
+    def bytes(self, values: list[Tensor]) -> int:
+        coded = sum(self._changes.bytes(length) for length in self._part.lengths)
+        told = sum(known.nbytes for known in self._known) if self._tells else 0
+        return 8 + coded + told + sum(rest.nbytes for rest in self._exact(values))
+
+    def _exact(self, values: list[Tensor]) -> list[Tensor]:
+        """Values that travel as they are: buffers, and vectors that only the rule knows."""
+        lengths = [*self._part.lengths, *[0] * (len(values) - len(self._known))]
+        return [rest for value, length in zip(values, lengths, strict=True) if len(rest := value[length:])]
+
+    @override
+    def send_values(self, values: list[Tensor], counts: bool = True) -> None:
+        self.send(torch.tensor([float(self._tells)], dtype=torch.float64))
+        for known in self._known if self._tells else ():
+            self.send(known)
+        self._tells = False
+        for value, rest in zip(values, self._part.left_out, strict=False):
+            change = rest.mul_(self._changes.decay).add_(value[: len(rest)]) if counts else torch.zeros_like(rest)
+            self._send_coded(change, self._changes)
+        for exact in self._exact(values):
+            self.send(exact)
+
+    @override
+    def receive_values(self, values: list[Tensor]) -> None:
+        self.receive(tells := torch.empty(1, dtype=torch.float64))
+        for known in self._known if tells else ():
+            self.receive(known)
+        for value, length in zip(values, self._part.lengths, strict=False):
+            value[:length] = self._received(length, self._changes)
+        for exact in self._exact(values):
+            self.receive(exact)
+
+    @override
+    def send_difference(self, difference: list[Tensor]) -> None:
+        for value, known, length in zip(difference, self._known, self._part.lengths, strict=False):
+            message = self._send_coded((value[:length] - known[:length]).float(), self._answers)
+            known[:length].add_(self._decoded(message, length, self._answers))
+        for exact in self._exact(difference):
+            self.send(exact)
+
+    @override
+    def receive_difference(self, difference: list[Tensor]) -> None:
+        for value, known, length in zip(difference, self._known, self._part.lengths, strict=False):
+            torch.add(known[:length], self._received(length, self._answers), out=value[:length])
+        for exact in self._exact(difference):
+            self.receive(exact)
+
+    def _send_coded(self, change: Tensor, encoding: Encoding) -> Tensor:
+        """Send values, in which what the message leaves out remains; the message."""
+        message = torch.empty(encoding.bytes(len(change)), dtype=torch.uint8)
+        encoding.encode(change, message)
+        self.send(message)
+        return message
+
+    def _received(self, length: int, encoding: Encoding) -> Tensor:
+        self.receive(message := torch.empty(encoding.bytes(length), dtype=torch.uint8))
+        return self._decoded(message, length, encoding)
+
+    @staticmethod
+    def _decoded(message: Tensor, length: int, encoding: Encoding) -> Tensor:
+        encoding.add(message, values := torch.zeros(length))
+        return values
 
 
 class Wakeup:
@@ -296,7 +390,7 @@ class ThreadCenter(Center):
         interface: address to listen on, of the network between the replicas.
         in_turn: serve replicas in their order instead, over and over (round robin).
         wire: number format of the values.
-        rule: what a push-pull does. Default: the elastic rule.
+        parts: that are exchanged one by one. Default: all of it, by the elastic rule.
     """
 
     def __init__(
@@ -306,9 +400,9 @@ class ThreadCenter(Center):
         interface: str,
         in_turn: bool = False,
         wire: str = "fp32",
-        rule: CenterRule | None = None,
+        parts: Sequence[CenterPart] = (CenterPart(),),
     ) -> None:
-        super().__init__(layout, rule)
+        super().__init__(layout, parts)
         self._groups, self._interface, self._in_turn, self._wire = groups, interface, in_turn, wire
         self._wakeup: Wakeup | None = None  # on the host
         self._wakeup_client: WakeupClient | None = None  # elsewhere
@@ -318,7 +412,7 @@ class ThreadCenter(Center):
         self._next = 0  # the replica to serve next, if in turn
         self._host_left = self._closed = False
         self._error: BaseException | None = None
-        self._wires: dict[int, CenterWire] = {}  # by the rank at the other end
+        self._wires: dict[int, list[CenterWire]] = {}  # of each part, by the rank at the other end
         self._server: threading.Thread | None = None
 
     @override
@@ -326,7 +420,7 @@ class ThreadCenter(Center):
         layout, seconds = self.layout, self.layout.timeout.total_seconds()
         if layout.rank == layout.host:
             self._wakeup = Wakeup(self._interface)
-        address = gather(self._wakeup and self._wakeup.address, "the center's address")[layout.host]
+        address = gather(self._wakeup and self._wakeup.address, "the center's address", layout.group)[layout.place]
         if not layout.is_client:
             return
         group = self._groups.get("the center", layout.leaders)
@@ -336,7 +430,7 @@ class ThreadCenter(Center):
             else:
                 self._wakeup.accept_clients(layout.leaders[1:], seconds)
         self._wires = {
-            rank: self._wire_to(rank, group)
+            rank: [self._wire_to(rank, group, part) for part in self.parts]
             for rank in (layout.leaders[1:] if layout.rank == layout.host else [layout.host])
         }
         self._values = [value.clone() for value in values] if layout.rank == layout.host else []
@@ -346,27 +440,30 @@ class ThreadCenter(Center):
             self._server = threading.Thread(target=self._serve, name="hetero-center", daemon=True)
             self._server.start()
 
-    def _wire_to(self, other: int, group: dist.ProcessGroup | None) -> CenterWire:
+    def _wire_to(self, other: int, group: dist.ProcessGroup | None, part: CenterPart) -> CenterWire:
         assert group is not None
-        dtype = DTYPES[self._wire]
-        return CenterWire(group, other) if dtype is None else NarrowCenterWire(group, other, dtype)
+        if self._wire == "fp32":
+            return CenterWire(group, other)
+        if part.known:
+            return ChangeWire(group, other, self._wire, part, self.layout.rank == self.layout.host)
+        return NarrowCenterWire(group, other, not_none(DTYPES[self._wire], "the dtype of the wire"))
 
     @override
-    def push_pull(self, values: Sequence[Tensor], push: float) -> PushPull:
+    def push_pull(self, values: Sequence[Tensor], push: float, part: int = 0) -> PushPull:
         if self.layout.rank == self.layout.host:
-            return self._push_pull_here(values, push)
-        wire, own = self._wires[self.layout.host], list(values)
+            return self._push_pull_here(values, push, part)
+        wire, own = self._wires[self.layout.host][part], list(values)
         with self._in_time("exchange with"):
             well = wire.fits(own)
             assert self._wakeup_client is not None
             self._wakeup_client.announce()
-            wire.send(torch.tensor([_PUSH_PULL, push if well else 0.0], dtype=torch.float64))
-            wire.send_values(own)
+            wire.send(torch.tensor([_PUSH_PULL, push if well else 0.0, part], dtype=torch.float64))
+            sent = 24 + wire.bytes(own)
+            wire.send_values(own, push > 0)
             table = torch.empty(1 + len(self.layout.leaders), dtype=torch.float64)
             wire.receive(table)
             wire.receive_difference(own)
         square, *counts = table.tolist()
-        sent = 16 + wire.bytes(own)
         return PushPull(square if well else math.inf, [int(count) for count in counts], sent)
 
     @contextmanager
@@ -394,8 +491,9 @@ class ThreadCenter(Center):
         with self._changed:
             for own, value in zip(self._values, values, strict=False):  # only the host has any
                 own.copy_(value)
-            for wire in self._wires.values():
-                wire.start(values)
+            for wires in self._wires.values():
+                for wire, part in zip(wires, self.parts, strict=True):
+                    wire.start(part.rule.travelling(values))
             self._counts = list(counts)
             self._next = self._counts.index(min(self._counts))  # in turn: who has made fewest exchanges
             self._changed.notify_all()
@@ -412,7 +510,7 @@ class ThreadCenter(Center):
             with self._in_time("leave"):
                 assert self._wakeup_client is not None
                 self._wakeup_client.announce()
-                self._wires[self.layout.host].send(torch.tensor([_LEAVE, 0.0], dtype=torch.float64))
+                self._wires[self.layout.host][0].send(torch.tensor([_LEAVE, 0.0, 0.0], dtype=torch.float64))
 
     @override
     def close(self) -> None:
@@ -431,7 +529,7 @@ class ThreadCenter(Center):
 
     # -- the host ----------------------------------------------------------------------------------
 
-    def _push_pull_here(self, values: Sequence[Tensor], push: float) -> PushPull:
+    def _push_pull_here(self, values: Sequence[Tensor], push: float, part: int) -> PushPull:
         limit = self.layout.timeout.total_seconds()
         with self._changed:
             mine = self._changed.wait_for(lambda: self._error or not self._in_turn or self._next == 0, limit)
@@ -445,11 +543,14 @@ class ThreadCenter(Center):
                     f"{self.layout.leaders[self._next]} was next, and did not come (the strategy's `timeout` is "
                     "the limit)."
                 )
-            square = self.rule.measure(values, self.rule.travelling(self._values))
-            return self._receive(0, values, push, square)
+            rule = self.parts[part].rule
+            square = rule.measure(values, rule.travelling(self._values))
+            return self._receive(0, values, push, square, rule)
 
-    def _receive(self, index: int, difference: Sequence[Tensor], push: float, square: float) -> PushPull:
-        self.rule.move(difference, self._values, push, square)
+    def _receive(
+        self, index: int, difference: Sequence[Tensor], push: float, square: float, rule: CenterRule
+    ) -> PushPull:
+        rule.move(difference, self._values, push, square)
         self._counts[index] += 1
         self._pass_on(index)
         return PushPull(square, list(self._counts))
@@ -460,8 +561,9 @@ class ThreadCenter(Center):
 
     def _serve(self) -> None:
         """Serve all clients until they have left; in a thread."""
-        wires, center = dict(self._wires), self.rule.travelling(self._values)
-        difference = [torch.empty_like(value) for value in center]
+        wires, rules = dict(self._wires), [part.rule for part in self.parts]
+        centers = [rule.travelling(self._values) for rule in rules]
+        differences = [[torch.empty_like(value) for value in center] for center in centers]
         present, wakeup = set(wires), self._wakeup
         assert wakeup is not None
         with self._noting_errors(), closing(wakeup):
@@ -469,23 +571,25 @@ class ThreadCenter(Center):
                 rank = wakeup.wait(self._expected())
                 if rank is None or self._closed:
                     return
-                request = torch.empty(2, dtype=torch.float64)
-                wires[rank].receive(request)
-                index, (wish, push) = self.layout.leaders.index(rank), request.tolist()
+                request = torch.empty(3, dtype=torch.float64)
+                wires[rank][0].receive(request)
+                index, (wish, push, number) = self.layout.leaders.index(rank), request.tolist()
+                part = int(number)
+                wire, rule, difference = wires[rank][part], rules[part], differences[part]
                 if wish == _LEAVE:
                     present.remove(rank)
                     wakeup.remove(rank)
                     with self._changed:
                         self._pass_on(index)
                     continue
-                wires[rank].receive_values(difference)
+                wire.receive_values(difference)
                 with self._changed:
-                    square = self.rule.measure(difference, center)
-                    if not wires[rank].round_difference(difference):
+                    square = rule.measure(difference, centers[part])
+                    if not wire.round_difference(difference):
                         square = math.inf
-                    learned = self._receive(index, difference, push, square)
-                wires[rank].send(torch.tensor([square, *learned.counts], dtype=torch.float64))
-                wires[rank].send_difference(difference)
+                    learned = self._receive(index, difference, push, square, rule)
+                wire.send(torch.tensor([square, *learned.counts], dtype=torch.float64))
+                wire.send_difference(difference)
 
     def _expected(self) -> list[int] | None:
         """The ranks that may be served next; ``None``: all."""
