@@ -103,6 +103,13 @@ def fit(peer: Peer, setting: Setting, board: common.Board, folder: Path) -> dict
     device = fixed + per_sample * task.batch
     stream = Text(task.batch * task.steps * world, task.seed)
     notes = common.Notes(task.every)
+    ends = 0.0  # when the device has computed the step
+
+    def until(end: float) -> None:
+        time.sleep(max(0.0, end - time.perf_counter()))
+
+    # The last gradient of a pass, for which averages within the pass wait. The hook runs before DDP hears of it.
+    next(net.parameters()).register_hook(lambda _: until(ends))
     with peer(setting) as (model, optimizer, after, backward):
         meeting.gather("ready")
         while board.go_on(step := len(notes.figures["samples"])):
@@ -113,10 +120,10 @@ def fit(peer: Peer, setting: Setting, board: common.Board, folder: Path) -> dict
             loss = loss_of(model, batch)
             notes.loss(loss)
             # A backward pass computes two gradients where the forward pass computes one output: `EmulatedSpeed`, too.
-            time.sleep(max(0.0, device / 3 - (time.perf_counter() - began)))
+            until(began + device / 3)
+            ends = began + device
             optimizer.zero_grad()
             backward(loss)
-            time.sleep(max(0.0, device - (time.perf_counter() - began)))
             optimizer.step()
             after()
         notes.moment()

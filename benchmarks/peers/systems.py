@@ -47,7 +47,7 @@ def system_of(contender: str) -> System:
     return next(system for system in SYSTEMS if contender.startswith(system.prefix))
 
 
-INNER_RATE = 1e-3  # learning rate of AdamW where a contender names none
+INNER_RATE = 2e-3  # learning rate of AdamW where a contender names none
 
 
 def without_rate(contender: str) -> tuple[str, float]:
