@@ -5,8 +5,9 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from statistics import median
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,14 +17,35 @@ from lightning_hetero.algorithms.async_center import AsyncCenterAverager, Views,
 from lightning_hetero.algorithms.base import Outcome, StepContext
 from lightning_hetero.algorithms.fragments import Fragments, partition
 from lightning_hetero.algorithms.state import Own, PerReplica, Scratch, Shared, model_values, zeros
-from lightning_hetero.argument_checks import is_number, one_of
-from lightning_hetero.comm.centers.base import CenterPart, CenterRule, T
+from lightning_hetero.argument_checks import at_least_one, is_number, one_of
+from lightning_hetero.comm.centers.base import CenterPart, CenterRule, RoundRule, T
 from lightning_hetero.comm.centers.client import CenterOptions
+from lightning_hetero.comm.centers.rounds import Quorum
 from lightning_hetero.comm.columns import Layout
 from lightning_hetero.comm.compression import Feedback, check_wire
 from lightning_hetero.comm.object_collectives import finite
 from lightning_hetero.errors import ConfigurationError
 from lightning_hetero.replicas.vectors import Replica
+
+
+class FragmentVectors(NamedTuple):
+    """Vectors of a center that belong to one fragment of the model, and the table of speeds, which belongs to all.
+
+    Attributes:
+        c: the values.
+        speeds: steps per second of each replica.
+        m: their momentum.
+        s: a sum of what has arrived.
+        arrivals: their number, a view of one value.
+        rounds: number of rounds that have closed, a view of one value.
+    """
+
+    c: Sequence[Tensor]
+    speeds: Tensor
+    m: Sequence[Tensor]
+    s: Sequence[Tensor]
+    arrivals: Tensor
+    rounds: Tensor
 
 
 class OuterRule(CenterRule, ABC):
@@ -33,9 +55,9 @@ class OuterRule(CenterRule, ABC):
     old centers would not promise.
 
     The vectors of the center are those of ``c``; a table of the replicas' speeds; those of the momentum ``m``; those of
-    a sum ``s``; and a number of arrivals for each fragment. A client sends ``d``, what its steps have changed in the
-    fragment, before its weight, its buffers, and a table that is 0 but for its own speed, and gets the values to go on
-    from and the table of all.
+    a sum ``s``; the number of arrivals of each fragment since its momentum has moved; and the number of its rounds that
+    have closed. A client sends ``d``, what its steps have changed in the fragment, before its weight, its buffers, and
+    a table that is 0 but for its own speed, and gets the values to go on from and the table of all.
 
     Args:
         replicas: N.
@@ -60,7 +82,7 @@ class OuterRule(CenterRule, ABC):
 
     @override
     def travelling(self, center: Sequence[T]) -> Sequence[T]:
-        count = (len(center) - 2) // 3
+        count = (len(center) - 3) // 3
         return [*center[:count][self._vectors], center[count]]
 
     @override
@@ -71,34 +93,52 @@ class OuterRule(CenterRule, ABC):
 
     @override
     def move(self, values: Sequence[Tensor], center: Sequence[Tensor], push: float, square: float) -> None:
-        count = (len(center) - 2) // 3
-        groups = center[:count], center[count + 1 : -1][:count], center[count + 1 : -1][count:]
-        c, m, s = (group[self._vectors] for group in groups)
-        speeds, came = center[count], center[-1][self._fragment]
-        torch.where(values[-1] > 0, values[-1], speeds, out=speeds)
-        (arriving, statistics), (means, own) = self._views(values[:-1]), self._views(c)
-        (momenta, _), (sums, _) = self._views(m), self._views(s)
+        fragment = self._fragment_of(center)
+        torch.where(values[-1] > 0, values[-1], fragment.speeds, out=fragment.speeds)
+        (arriving, statistics), own = self._views(values[:-1]), self._views(fragment.c)[1]
         if push and math.isfinite(square):
             for part, arrived in zip(own, statistics, strict=True):
                 part.lerp_(arrived, push)
-            came.add_(1)
-            for each in zip(means, arriving, momenta, sums, strict=True):
-                self.step(*each, weight=push, last=bool(came >= self.replicas))
-            came.remainder_(self.replicas)
-        for value, own_value in zip(values, (*c, speeds), strict=True):
-            value.copy_(own_value)
+            last = self.count(fragment.arrivals)
+            for each in zip(*self._parameters_in(center), arriving, strict=True):
+                self.step(*each, weight=push, last=last)
+        self.answer(values, center)
+
+    def answer(self, values: Sequence[Tensor], center: Sequence[Tensor]) -> None:
+        """Overwrite values with those that a replica goes on from."""
+        fragment = self._fragment_of(center)
+        for value, own in zip(values, (*fragment.c, fragment.speeds), strict=True):
+            value.copy_(own)
+        momenta = self._views(fragment.m)[0]
         for start, momentum in zip(self._views(values[:-1])[0], momenta, strict=True):
             self.look_ahead(start, momentum)
 
+    def _fragment_of(self, center: Sequence[Tensor]) -> FragmentVectors:
+        count = (len(center) - 3) // 3
+        groups = center[:count], center[count + 1 : 2 * count + 1], center[2 * count + 1 : -2]
+        c, m, s = (group[self._vectors] for group in groups)
+        return FragmentVectors(c, center[count], m, s, center[-2][self._fragment], center[-1][self._fragment])
+
+    def _parameters_in(self, center: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+        """The values of the fragment's parameters in ``c``, ``m`` and ``s``."""
+        fragment = self._fragment_of(center)
+        return self._views(fragment.c)[0], self._views(fragment.m)[0], self._views(fragment.s)[0]
+
+    def count(self, arrivals: Tensor) -> bool:
+        """Count an arrival; whether N have come since the last one of N had."""
+        last = bool(arrivals.add_(1) >= self.replicas)
+        arrivals.remainder_(self.replicas)
+        return last
+
     @abstractmethod
-    def step(self, c: Tensor, d: Tensor, m: Tensor, s: Tensor, weight: float, last: bool) -> None:
+    def step(self, c: Tensor, m: Tensor, s: Tensor, d: Tensor, weight: float, last: bool) -> None:
         """Move a parameter of the center.
 
         Args:
             c: its values, which move.
-            d: what the arrival has changed, which may be overwritten.
             m: its momentum.
             s: its sum.
+            d: what the arrival has changed, which may be overwritten.
             weight: of the arrival; those of N replicas add up to 1.
             last: whether N replicas have arrived since the last one of N had.
         """
@@ -116,7 +156,7 @@ class DelayedNesterov(OuterRule):
     """
 
     @override
-    def step(self, c: Tensor, d: Tensor, m: Tensor, s: Tensor, weight: float, last: bool) -> None:
+    def step(self, c: Tensor, m: Tensor, s: Tensor, d: Tensor, weight: float, last: bool) -> None:
         c.add_(d.mul_(weight), alpha=self.lr)
         s.add_(d)
         if last:
@@ -134,7 +174,7 @@ class LookAhead(OuterRule):
     """
 
     @override
-    def step(self, c: Tensor, d: Tensor, m: Tensor, s: Tensor, weight: float, last: bool) -> None:
+    def step(self, c: Tensor, m: Tensor, s: Tensor, d: Tensor, weight: float, last: bool) -> None:
         d = self.corrected(d, m).mul_(weight * math.sqrt(self.replicas))
         m.mul_(self.momentum).add_(d, alpha=1 - self.momentum)
         c.add_(d.add_(m, alpha=self.momentum), alpha=self.lr)
@@ -177,6 +217,51 @@ class HeLoCo(LookAhead):
         return turned.mul_(length / float(turned.norm()))
 
 
+class RoundStep(OuterRule, RoundRule):
+    """Nesterov's momentum once in a round: the outer step of synchronous DiLoCo, without those that are late.
+
+    ``s <- s + w_i d_i`` with each arrival; ``m <- mu m + s;  c <- c + lr (s + mu m);  s <- 0`` when the round closes.
+
+    Source: DiLoCo, Douillard et al. 2023, algorithm 1; the quorum with a time of grace is that of Decoupled DiLoCo
+    (arXiv:2604.21428).
+
+    Args:
+        quorum: condition on which a round closes.
+        others: arguments of :class:`OuterRule`.
+    """
+
+    def __init__(self, quorum: Quorum, *others: Any) -> None:
+        super().__init__(*others)
+        self.quorum = quorum
+
+    @override
+    def step(self, c: Tensor, m: Tensor, s: Tensor, d: Tensor, weight: float, last: bool) -> None:
+        s.add_(d, alpha=weight)
+
+    @override
+    def count(self, arrivals: Tensor) -> bool:
+        return False
+
+    @override
+    def arrive(self, center: Sequence[Tensor]) -> None:
+        self._fragment_of(center).arrivals.add_(1)
+
+    @override
+    def rounds(self, center: Sequence[Tensor]) -> tuple[int, int]:
+        *_, arrivals, closed = self._fragment_of(center)
+        return int(arrivals), int(closed)
+
+    @override
+    def close(self, center: Sequence[Tensor]) -> None:
+        *_, arrivals, closed = self._fragment_of(center)
+        for c, m, s in zip(*self._parameters_in(center), strict=True):
+            m.mul_(self.momentum).add_(s)
+            c.add_(s.add_(m, alpha=self.momentum), alpha=self.lr)
+            s.zero_()
+        arrivals.zero_()
+        closed.add_(1)
+
+
 MOMENTUM_RULES: dict[str, type[OuterRule]] = {
     "delayed_nesterov": DelayedNesterov,
     "look_ahead": LookAhead,
@@ -206,6 +291,13 @@ class OuterAsyncAverager(AsyncCenterAverager):
     With ``momentum_rule="look_ahead"`` the momentum moves the center at each arrival, and replicas go on ahead of the
     center; ``"heloco"`` also turns stale arrivals towards the momentum.
 
+    With a ``quorum`` the replicas take the same local steps, and each waits until so many have brought theirs::
+
+        s <- sum_i w_i (x_i - c_i);  m <- mu m + s;  c <- c + lr (s + mu m);  x_i <- c
+
+    One that is late does not wait: it goes on from the center as it is, and what it has brought takes part in the next
+    outer step. So each local step moves the center once.
+
     With ``fragments`` a replica brings a part of the model at a time, in turn, and each part of the center moves by its
     own arrivals.
 
@@ -217,16 +309,22 @@ class OuterAsyncAverager(AsyncCenterAverager):
         outer_lr: learning rate of the outer step.
         outer_momentum: its momentum.
         momentum_rule: when the momentum moves the center: ``"delayed_nesterov"``, ``"look_ahead"`` or ``"heloco"``.
-        follow_speed: whether local steps follow the measured speed; ``False``: every replica takes ``tau``.
+        follow_speed: whether local steps follow the measured speed; ``False``: every replica takes ``tau``. Default:
+            ``True``, and ``False`` with a ``quorum``.
         center: where it lives: ``"shared_memory"`` of one host, or a ``"thread"`` of the first replica, which serves
             any. ``"auto"``: shared memory if it can.
         fragments: parts of the model that take turns: a number, of sizes as equal as its modules allow, or
             ``"blocks"``. Each is exchanged once in a replica's local steps. Default: 1, the whole model at once.
         wire: number format of changes, where the center is a thread's: ``"fp32"``, ``"bf16"``, ``"fp16"``, ``"int8"``,
             ``"int4"``, ``"2bit"`` or ``"topk:0.02"``.
+        quorum: replicas for which an outer step waits. What a late replica brings takes part in the next outer step.
+            With all of them it is the synchronous outer step of ``hetero_diloco``. Default: none waits.
+        patience: how much longer an outer step waits for the others, as a part of the time from one outer step to a
+            quorum for the next. Default: 0.1.
 
     Raises:
-        ConfigurationError: a value that cannot work; when training starts: more fragments than modules.
+        ConfigurationError: a value that cannot work; when training starts: more fragments than modules, or a quorum of
+            more replicas than there are.
         UnsupportedError: when the ranks have met: the center cannot live there.
     """
 
@@ -237,6 +335,7 @@ class OuterAsyncAverager(AsyncCenterAverager):
     momentum = Shared[list[Tensor]](zeros)
     gradient_sum = Shared[list[Tensor]](zeros)
     arrivals = Shared[Tensor](lambda averager: torch.zeros(len(averager.replica.fragments), dtype=torch.float64))
+    closed_rounds = Shared[Tensor](lambda averager: torch.zeros(len(averager.replica.fragments), dtype=torch.float64))
     speeds = PerReplica[Tensor](lambda averager: torch.zeros(averager.links.count, dtype=torch.float64))
     begun_from = Own[list[Tensor]](model_values)
     last_step = Own[int](-1)
@@ -251,11 +350,13 @@ class OuterAsyncAverager(AsyncCenterAverager):
     tau: int = 50
     outer_lr: float = 0.7
     outer_momentum: float = 0.9
-    follow_speed: bool = True
+    follow_speed: bool | None = None
     center: Literal["auto", "shared_memory", "thread"] = field(default="auto", kw_only=True)
     momentum_rule: Literal["delayed_nesterov", "look_ahead", "heloco"] = field(default="delayed_nesterov", kw_only=True)
     fragments: Fragments = field(default=1, kw_only=True)
     wire: str = field(default="fp32", kw_only=True)
+    quorum: int | None = field(default=None, kw_only=True)
+    patience: float = field(default=0.1, kw_only=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -265,12 +366,28 @@ class OuterAsyncAverager(AsyncCenterAverager):
                 f"outer_lr={lr!r}, outer_momentum={momentum!r}: the first must be above 0, the second at least 0 and "
                 "below 1."
             )
-        one_of("follow_speed", self.follow_speed, (True, False))
+        one_of("follow_speed", self.follow_speed, (None, True, False))
         one_of("momentum_rule", self.momentum_rule, tuple(MOMENTUM_RULES))
         one_of("center", self.center, ("auto", "shared_memory", "thread"))
         check_wire(self.wire)
         check_home(self.wire, self.center)
+        self._check_quorum()
         self._cut = partition(self.fragments)
+
+    def _check_quorum(self) -> None:
+        if self.quorum is None:
+            return
+        at_least_one("quorum", self.quorum)
+        if not is_number(self.patience) or self.patience < 0:
+            raise ConfigurationError(f"patience={self.patience!r}: it must be a part of a round, at least 0.")
+        others = {"momentum_rule": "delayed_nesterov", "follow_speed": None, "center": "auto"}
+        fitting = {"momentum_rule": (), "follow_speed": (False,), "center": ("thread",)}
+        for name, usual in others.items():
+            if (given := getattr(self, name)) not in (usual, *fitting[name]):
+                raise ConfigurationError(
+                    f"{name}={given!r} with quorum={self.quorum}: all replicas take tau={self.tau} steps in a round, "
+                    f"whose outer step has Nesterov's momentum, in a thread. Leave {name} out, or quorum."
+                )
 
     def make_feedback(self) -> Feedback | None:
         """Memory for what messages of this replica leave out; ``None``: they leave out nothing."""
@@ -282,8 +399,10 @@ class OuterAsyncAverager(AsyncCenterAverager):
     @override
     def center_options(self, views: Callable[[slice], Views]) -> CenterOptions:
         made, left_out = [], [] if self.feedback is None else self.feedback.sent
+        rule: Callable[..., OuterRule] = MOMENTUM_RULES[self.momentum_rule]
+        if self.quorum is not None:
+            rule = partial(RoundStep, Quorum(self.quorum, self.patience))
         for p, (vectors, replica) in enumerate(self._parts):
-            rule = MOMENTUM_RULES[self.momentum_rule]
             rule_of_part = rule(self.links.count, self.outer_lr, self.outer_momentum, views(vectors), p, vectors)
             known, lengths = self.begun_from[vectors], replica.parameter_lengths
             made.append(CenterPart(rule_of_part, known, lengths, left_out[vectors]))
@@ -293,18 +412,22 @@ class OuterAsyncAverager(AsyncCenterAverager):
     def prepare(self) -> Outcome | None:
         self._parts = [(vectors, self.replica.part(vectors)) for vectors in self.replica.fragments]
         self._given = [torch.empty_like(value) for value in self.last_center]
+        if (self.quorum or 0) > self.links.count and not self.visits:  # after a loss, all that remain are the quorum
+            raise ConfigurationError(
+                f"quorum={self.quorum}: there are {self.links.count} replicas. Use at most as many."
+            )
         return super().prepare()
 
     @property
     @override
     def center_vectors(self) -> list[Tensor]:
-        return [*self.last_center, self.speeds, *self.momentum, *self.gradient_sum, self.arrivals]
+        return [*self.last_center, self.speeds, *self.momentum, *self.gradient_sum, self.arrivals, self.closed_rounds]
 
     @property
     @override
     def center_layout(self) -> Layout:
         layout = super().center_layout
-        return [*layout, {"": self.speeds}, *layout, *layout, {"": self.arrivals}]
+        return [*layout, {"": self.speeds}, *layout, *layout, {"": self.arrivals}, {"": self.closed_rounds}]
 
     @property
     @override
@@ -320,9 +443,12 @@ class OuterAsyncAverager(AsyncCenterAverager):
     def consensus(self, context: StepContext) -> list[Tensor]:
         self.before_save()
         values = [value.to("cpu", old.dtype) for value, old in zip(self.replica.pack(), self.reference, strict=True)]
-        own, begun, now = (self.replica.views(flats)[0] for flats in (values, self.begun_from, self.last_center))
-        for value, start, center in zip(own, begun, now, strict=False):  # the last ones may be excluded
+        known = values, self.begun_from, self.last_center, self.gradient_sum
+        own, begun, now, waiting = (self.replica.views(flats)[0] for flats in known)
+        for value, start, center, late in zip(own, begun, now, waiting, strict=False):  # the last ones may be excluded
             value.add_(center - start)
+            if self.quorum is not None:
+                value.add_(late)  # it has arrived, and its round is open
         return self.links.average(values, context.samples_per_replica, self.reference).mean
 
     @override
@@ -333,17 +459,28 @@ class OuterAsyncAverager(AsyncCenterAverager):
     def before_step(self, context: StepContext) -> None:
         if self.last_step < 0:
             self.last_step = context.step
+            if self.quorum is not None:
+                self.visits = self._visits_by(context.step)
 
     @override
     def after_step(self, context: StepContext) -> Outcome | None:
         if not math.isnan(self._resumed):
             self._seconds = [*self._seconds[-63:], time.perf_counter() - self._resumed]
         outcome = None
-        while context.step - self.last_step >= self._steps_to_next():
+        while self._is_due(context.step):
             self._visit(context)
             outcome = Outcome(exchanged=True)
         self._resumed = time.perf_counter()
         return outcome
+
+    def _is_due(self, step: int) -> bool:
+        if self.quorum is not None:  # at the same steps everywhere, so that nobody waits for one that will not come
+            return self.visits < self._visits_by(step)
+        return step - self.last_step >= self._steps_to_next()
+
+    def _visits_by(self, step: int) -> int:
+        """Visits of a replica in a fit with a quorum."""
+        return ((step + 1) * len(self._parts) - 1) // self.tau
 
     def _steps_to_next(self) -> int:
         """Steps from a visit to the next one: those of all fragments come to the local steps."""
@@ -371,7 +508,7 @@ class OuterAsyncAverager(AsyncCenterAverager):
             for out in moved:
                 out.zero_()
         speeds[self.links.index] = 1 / median(self._seconds) if self._seconds else 0.0
-        seen = self._client.push_pull([*moved, speeds], push, p)()
+        seen = self._client.push_pull([*moved, speeds], push, p, self._rounds_of(p, self.visits + 1))()
         self._rates.observe(seen.counts)
         self._distance = math.sqrt(seen.square)
         for start, value in zip(begun_from, moved, strict=True):
@@ -382,10 +519,16 @@ class OuterAsyncAverager(AsyncCenterAverager):
             self.restart_from(self.begun_from)
         self.visits, self.last_step, self.local_steps = self.visits + 1, context.step, self._steps_by(speeds)
 
+    def _rounds_of(self, p: int, visits: int) -> int:
+        """Of so many visits, those with a fragment."""
+        count = len(self._parts)
+        return (visits + count - (p or count)) // count
+
     def _steps_by(self, speeds: Tensor) -> int:
         """Local steps by speed; the same on all ranks of the replica, unless each has a shard, and its own table."""
         own, most = float(speeds[self.links.index]), float(speeds.max())
-        return max(round(self.tau * own / most), 1) if self.follow_speed and own and most else self.tau
+        follows = self.follow_speed is not False and self.quorum is None
+        return max(round(self.tau * own / most), 1) if follows and own and most else self.tau
 
     @override
     def status(self, step: int) -> dict[str, float | str]:
@@ -399,6 +542,10 @@ class OuterAsyncAverager(AsyncCenterAverager):
             for start, value in zip(self.begun_from[vectors], replica.pack(), strict=True):
                 start.copy_(value)
         self.counts = self.links.gather_of_replicas(self.visits)
+        if self.quorum is not None:  # who waited comes again
+            self.arrivals.zero_()
+            for p, closed in enumerate(self.closed_rounds):
+                closed.clamp_(min=self._rounds_of(p, max(self.counts)))
         super().after_loss(former, step, context)
 
     @override
@@ -407,3 +554,6 @@ class OuterAsyncAverager(AsyncCenterAverager):
         # What replicas have done since they began is in the mean, and must not count twice.
         for start, value in zip(self.begun_from, self.replica.pack(), strict=False):
             start.copy_(value)
+        if self.quorum is not None:  # what waited for its outer step when all last looked
+            for waiting in self.gradient_sum:
+                waiting.zero_()

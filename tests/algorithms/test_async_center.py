@@ -39,7 +39,7 @@ class MemoryCenter(Center):
     def open(self, values: Sequence[Tensor]) -> None:
         self.memory.values = self.memory.values or [value.clone() for value in values]
 
-    def push_pull(self, values: Sequence[Tensor], push: float, part: int = 0) -> PushPull:
+    def push_pull(self, values: Sequence[Tensor], push: float, part: int = 0, turn: int = 0) -> PushPull:
         square = subtract_center(values, self.memory.values)
         push_center(values, self.memory.values, push, square)
         self.memory.counts[self.layout.replica] += 1
@@ -177,7 +177,7 @@ def _views(flats: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
 
 def _center(value: float) -> list[Tensor]:
     zeros = [torch.zeros(2, dtype=torch.float64) for _ in range(3)]
-    return [torch.full((2,), value, dtype=torch.float64), *zeros, torch.zeros(1, dtype=torch.float64)]
+    return [torch.full((2,), value, dtype=torch.float64), *zeros, *torch.zeros(2, 1, dtype=torch.float64)]
 
 
 def _arrive(rule: DelayedNesterov, center: list[Tensor], change: float, buffer: float) -> float:

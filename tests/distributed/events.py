@@ -105,6 +105,7 @@ OTHERS = {
     "hetero_diloco_async/int4": Row(
         {"tau": 4, "fragments": 2, "wire": "int4", "outer_momentum": 0.3}, repeats=False, period=4
     ),
+    "hetero_diloco_async/quorum": Row({"tau": 3, "quorum": 2, "patience": 1e9}, limit=1e-12),  # sums in any order
     "hetero_gossip/overlap": Row({"topology": "random", "wire": "bf16", **GOSSIP}),
     "hetero_gossip/pull": Row({"exchange": "pull", "topology": "exponential", **GOSSIP}),
     "hetero_gossip/push": Row({"exchange": "push", **GOSSIP}),

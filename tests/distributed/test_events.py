@@ -203,7 +203,15 @@ def check_moved(name: str, before: list[Seen], after: list[Seen], path: Path) ->
 
 
 @rows(
-    among("easgd/exclude", "easgd_overlap/int4", "diloco/topk", "diloco/fragments", "diloco/int4", "diloco_async/int4")
+    among(
+        "easgd/exclude",
+        "easgd_overlap/int4",
+        "diloco/topk",
+        "diloco/fragments",
+        "diloco/int4",
+        "diloco_async/int4",
+        "diloco_async/quorum",
+    )
 )
 def test_on_other_ranks_a_fit_goes_on_with_the_next_sample(tmp_path: Path, name: str) -> None:
     path = tmp_path / "saved.ckpt"
@@ -215,7 +223,13 @@ def test_on_other_ranks_a_fit_goes_on_with_the_next_sample(tmp_path: Path, name:
 # -- not finite ----------------------------------------------------------------------------------------------
 
 BREAK = among(
-    "node/optimizer", "daso/mixing", "easgd_overlap/bf16", "easgd_async/thread", "diloco/fragments", "gossip/push"
+    "node/optimizer",
+    "daso/mixing",
+    "easgd_overlap/bf16",
+    "easgd_async/thread",
+    "diloco/fragments",
+    "diloco_async/quorum",
+    "gossip/push",
 )
 #: Replicas meet all at once: what is not finite is an error on all ranks before it spreads.
 AT_ONCE = {"ddp", "auto", "node", "daso", "easgd", "easgd_overlap", "eamsgd", "diloco", "slowmo"}
@@ -294,7 +308,9 @@ def test_a_loss_that_is_not_finite_is_left_out_if_asked_for(name: str) -> None:
 MOMENTS = {"before": 0, "within": 1, "after": 2, "fails": 2}  # an exchange, or in a step; and who is lost
 DIED, FAILED = "has ended without an error message", "failed with StruckError: struck"
 KEPT = [
-    name for name in among("diloco/fragments", "diloco/int4", "diloco_async/int4", "slowmo") if name != "hetero_auto"
+    name
+    for name in among("diloco/fragments", "diloco/int4", "diloco_async/int4", "diloco_async/quorum", "slowmo")
+    if name != "hetero_auto"
 ]
 
 
@@ -469,6 +485,7 @@ CHANGE = among(
     "node/optimizer",
     "easgd_async/thread",
     "diloco_async/thread",
+    "diloco_async/quorum",
     "diloco/delay",
     "gossip/push",
     "gossip_push_sum/bf16",

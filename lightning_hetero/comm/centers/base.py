@@ -13,6 +13,7 @@ from typing_extensions import override
 
 from lightning_hetero.comm.agreement import raise_on_all
 from lightning_hetero.comm.all_reduce import CHUNK
+from lightning_hetero.comm.centers.rounds import Quorum
 from lightning_hetero.comm.columns import LayoutInColumns
 from lightning_hetero.errors import HeteroError
 
@@ -84,6 +85,35 @@ class CenterRule:
         push_center(values, center, push, square)
 
 
+class RoundRule(CenterRule, ABC):
+    """Rule of push-pulls in rounds: what they bring is added up, and moves the center when their round closes.
+
+    A push-pull of the open round is answered when the round has closed. One of an earlier round, which is late, takes
+    part in the open one and is answered at once. Only a thread can keep such a center.
+
+    Attributes:
+        quorum: condition on which rounds close.
+    """
+
+    quorum: Quorum
+
+    @abstractmethod
+    def rounds(self, center: Sequence[Tensor]) -> tuple[int, int]:
+        """The number of push-pulls of the open round that have come, and of the rounds that have closed."""
+
+    @abstractmethod
+    def arrive(self, center: Sequence[Tensor]) -> None:
+        """Count a push-pull of the open round, which waits now. One that is late does not count."""
+
+    @abstractmethod
+    def close(self, center: Sequence[Tensor]) -> None:
+        """Close the open round: move the center."""
+
+    @abstractmethod
+    def answer(self, values: Sequence[Tensor], center: Sequence[Tensor]) -> None:
+        """Overwrite values with the answer to a push-pull."""
+
+
 class CenterPart(NamedTuple):
     """Part of a center that one push-pull exchanges, such as a fragment of the model.
 
@@ -128,13 +158,14 @@ class Center(ABC):
         """
 
     @abstractmethod
-    def push_pull(self, values: Sequence[Tensor], push: float, part: int = 0) -> PushPull:
+    def push_pull(self, values: Sequence[Tensor], push: float, part: int = 0, turn: int = 0) -> PushPull:
         """Exchange by the rule; by default ``D = values - center;  center += push D``, if ``D`` is finite.
 
         Args:
             values: vectors of the center's sizes and dtypes. They are overwritten with the answer, by default ``D``.
             push: how much of the difference the center moves by.
             part: number of the part of the center.
+            turn: number of the round for which this is, from 1, by a rule that has rounds.
 
         Raises:
             CommunicationError: the host of the center has ended, or does not answer in time.
@@ -200,10 +231,10 @@ class CenterInColumns(Center):
         raise_on_all(problem, "the center")
 
     @override
-    def push_pull(self, values: Sequence[Tensor], push: float, part: int = 0) -> PushPull:
+    def push_pull(self, values: Sequence[Tensor], push: float, part: int = 0, turn: int = 0) -> PushPull:
         cut = self._cut.of(self.parts[part].rule.travelling(range(len(self._cut.sizes))))
         columns = [cut.parts(values, number) for number in range(len(self._centers))]
-        seen = [center.push_pull(own, push, part) for center, own in zip(self._centers, columns, strict=True)]
+        seen = [center.push_pull(own, push, part, turn) for center, own in zip(self._centers, columns, strict=True)]
         cut.put(columns, values)
         return PushPull(sum(each.square for each in seen), seen[0].counts, sum(each.sent for each in seen))
 

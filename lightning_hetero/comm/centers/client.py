@@ -10,7 +10,14 @@ from torch import Tensor
 
 from lightning_hetero.comm.agreement import raise_on_all
 from lightning_hetero.comm.all_reduce import ReplicaLinks
-from lightning_hetero.comm.centers.base import Center, CenterInColumns, CenterLayout, CenterPart, PushPull
+from lightning_hetero.comm.centers.base import (
+    Center,
+    CenterInColumns,
+    CenterLayout,
+    CenterPart,
+    PushPull,
+    RoundRule,
+)
 from lightning_hetero.comm.centers.mpi import MPICenter, mpi_missing
 from lightning_hetero.comm.centers.shared import SharedCenter
 from lightning_hetero.comm.centers.thread import ThreadCenter
@@ -77,7 +84,8 @@ def open_center(
     if home == "auto" and not locked:
         home = "shared_memory"
     if home == "auto":
-        home = "thread" if in_turn or wire != "fp32" or len(hosts) > 1 else "shared_memory"
+        needs_thread = in_turn or wire != "fp32" or any(isinstance(part.rule, RoundRule) for part in options.parts)
+        home = "thread" if needs_thread or len(hosts) > 1 else "shared_memory"
     if home == "shared_memory" and len(hosts) > 1:
         raise UnsupportedError(
             f"a center in shared memory serves one host, and the replicas' first ranks {list(layout.leaders)} live on "
@@ -120,7 +128,7 @@ class CenterClient:
         self.center, self._links = center, links
         self._broadcast = links.broadcaster("the center")
 
-    def push_pull(self, values: Sequence[Tensor], push: float, part: int = 0) -> Callable[[], PushPull]:
+    def push_pull(self, values: Sequence[Tensor], push: float, part: int = 0, turn: int = 0) -> Callable[[], PushPull]:
         """Begin a push-pull (collective over the replica).
 
         Args:
@@ -128,6 +136,7 @@ class CenterClient:
                 with the answer.
             push: how much of the difference the center moves by.
             part: number of the part of the center.
+            turn: number of the round for which this is, by a rule that has rounds.
 
         Returns:
             A function that waits for the result. Call it once, before the next push-pull.
@@ -136,7 +145,7 @@ class CenterClient:
         def work() -> PushPull:
             table = torch.zeros(2 + len(self.center.layout.leaders), dtype=torch.float64)
             if self.center.layout.is_client:
-                learned = self.center.push_pull(values, push, part)
+                learned = self.center.push_pull(values, push, part, turn)
                 table = torch.tensor([learned.square, learned.sent, *learned.counts], dtype=torch.float64)
             with deadline("share what the center has answered with the other ranks of its replica"):
                 for tensor in (table, *values):

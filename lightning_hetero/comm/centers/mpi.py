@@ -59,7 +59,7 @@ class MPICenter(Center):
         self._communicator.Barrier()
 
     @override
-    def push_pull(self, values: Sequence[Tensor], push: float, part: int = 0) -> PushPull:
+    def push_pull(self, values: Sequence[Tensor], push: float, part: int = 0, turn: int = 0) -> PushPull:
         from mpi4py import MPI
 
         self._fetch(self._center)

@@ -77,7 +77,7 @@ class SharedCenter(Center):
         dist.barrier(self.layout.group)
 
     @override
-    def push_pull(self, values: Sequence[Tensor], push: float, part: int = 0) -> PushPull:
+    def push_pull(self, values: Sequence[Tensor], push: float, part: int = 0, turn: int = 0) -> PushPull:
         rule = self.parts[part].rule
         with self._held() if self._locked else nullcontext():
             self._check_others()

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
+from typing import NamedTuple, TypeGuard, cast
 
 import torch
 import torch.distributed as dist
@@ -15,7 +16,16 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_hetero.comm.agreement import gather
-from lightning_hetero.comm.centers.base import Center, CenterLayout, CenterPart, CenterRule, PushPull, copy_vectors
+from lightning_hetero.comm.centers.base import (
+    Center,
+    CenterLayout,
+    CenterPart,
+    CenterRule,
+    PushPull,
+    RoundRule,
+    copy_vectors,
+)
+from lightning_hetero.comm.centers.rounds import RoundClock
 from lightning_hetero.comm.compression import DTYPES, Encoding, Narrow, low_bit_encoding
 from lightning_hetero.comm.failures import cause, deadline
 from lightning_hetero.comm.groups import Groups
@@ -296,22 +306,27 @@ class Wakeup:
         finally:
             self._listener.end()
 
-    def wait(self, ranks: Iterable[int] | None = None) -> int | None:
+    def wait(self, ranks: Iterable[int] | None = None, seconds: float | None = None) -> int | None:
         """Wait for a request.
 
         Args:
             ranks: clients to wait for. Default: all that are connected.
+            seconds: longest wait. Default: no limit.
 
         Returns:
-            The rank of a client that has announced a request; ``None``: :meth:`end` has ended the wait.
+            The rank of a client that has announced a request; ``None``: there is none yet, because the time is up, or
+            :meth:`interrupt` or :meth:`end` has ended the wait.
 
         Raises:
             ConnectionError: a client has ended.
         """
         there = self._clients if ranks is None else {rank: self._clients[rank] for rank in ranks}
         sockets = {connection: rank for rank, connection in there.items()}
-        ready = _ready([self._end_read, *sockets])
+        ready = _ready([self._end_read, *sockets], seconds)
         if self._end_read in ready:
+            self._end_read.recv(1)
+            return None
+        if not ready:
             return None
         rank = sockets[ready[0]]
         if not ready[0].recv(1):
@@ -322,8 +337,13 @@ class Wakeup:
         """Forget a client, which has left."""
         self._clients.pop(rank).close()
 
+    def interrupt(self) -> None:
+        """End a wait once, from another thread."""
+        if self._end_write.fileno() >= 0:
+            self._end_write.send(b"!")
+
     def end(self) -> None:
-        """End a wait, from another thread; idempotent."""
+        """End all waits, from another thread; idempotent."""
         if self._end_write.fileno() >= 0:
             self._end_write.close()
 
@@ -377,6 +397,16 @@ def _ready(connections: Iterable[socket.socket], seconds: float | None = None) -
 
 
 _PUSH_PULL, _LEAVE = 0.0, 1.0  # kinds of requests
+_LONGEST_WAIT = 3600.0  # seconds; `select` has a limit, and a server may look again at any time
+
+
+class _Unanswered(NamedTuple):
+    """Push-pull of a client, which is answered when its round has closed."""
+
+    rank: int
+    part: int
+    turn: int
+    learned: PushPull
 
 
 class ThreadCenter(Center):
@@ -410,6 +440,12 @@ class ThreadCenter(Center):
         self._values: list[Tensor] = []
         self._counts = [0] * len(layout.leaders)
         self._next = 0  # the replica to serve next, if in turn
+        self._clocks = {  # of the parts that have rounds, by number
+            number: RoundClock(part.rule.quorum, len(layout.leaders))
+            for number, part in enumerate(parts)
+            if isinstance(part.rule, RoundRule)
+        }
+        self._unanswered: list[_Unanswered] = []  # push-pulls of clients whose rounds are open; the server's own
         self._host_left = self._closed = False
         self._error: BaseException | None = None
         self._wires: dict[int, list[CenterWire]] = {}  # of each part, by the rank at the other end
@@ -449,16 +485,16 @@ class ThreadCenter(Center):
         return NarrowCenterWire(group, other, not_none(DTYPES[self._wire], "the dtype of the wire"))
 
     @override
-    def push_pull(self, values: Sequence[Tensor], push: float, part: int = 0) -> PushPull:
+    def push_pull(self, values: Sequence[Tensor], push: float, part: int = 0, turn: int = 0) -> PushPull:
         if self.layout.rank == self.layout.host:
-            return self._push_pull_here(values, push, part)
+            return self._push_pull_here(values, push, part, turn)
         wire, own = self._wires[self.layout.host][part], list(values)
         with self._in_time("exchange with"):
             well = wire.fits(own)
             assert self._wakeup_client is not None
             self._wakeup_client.announce()
-            wire.send(torch.tensor([_PUSH_PULL, push if well else 0.0, part], dtype=torch.float64))
-            sent = 24 + wire.bytes(own)
+            wire.send(torch.tensor([_PUSH_PULL, push if well else 0.0, part, turn], dtype=torch.float64))
+            sent = 32 + wire.bytes(own)
             wire.send_values(own, push > 0)
             table = torch.empty(1 + len(self.layout.leaders), dtype=torch.float64)
             wire.receive(table)
@@ -510,7 +546,7 @@ class ThreadCenter(Center):
             with self._in_time("leave"):
                 assert self._wakeup_client is not None
                 self._wakeup_client.announce()
-                self._wires[self.layout.host][0].send(torch.tensor([_LEAVE, 0.0, 0.0], dtype=torch.float64))
+                self._wires[self.layout.host][0].send(torch.tensor([_LEAVE, 0.0, 0.0, 0.0], dtype=torch.float64))
 
     @override
     def close(self) -> None:
@@ -529,14 +565,11 @@ class ThreadCenter(Center):
 
     # -- the host ----------------------------------------------------------------------------------
 
-    def _push_pull_here(self, values: Sequence[Tensor], push: float, part: int) -> PushPull:
+    def _push_pull_here(self, values: Sequence[Tensor], push: float, part: int, turn: int) -> PushPull:
         limit = self.layout.timeout.total_seconds()
         with self._changed:
             mine = self._changed.wait_for(lambda: self._error or not self._in_turn or self._next == 0, limit)
-            if self._error is not None:
-                raise CommunicationError(
-                    f"rank {self.layout.rank} cannot keep the center any longer: {cause(self._error)}"
-                ) from self._error
+            self._check_server()
             if not mine:
                 raise CommunicationError(
                     f"rank {self.layout.rank} waited {limit:g} s for its turn at the center: rank "
@@ -545,7 +578,47 @@ class ThreadCenter(Center):
                 )
             rule = self.parts[part].rule
             square = rule.measure(values, rule.travelling(self._values))
-            return self._receive(0, values, push, square, rule)
+            learned = self._receive(0, values, push, square, rule)
+            if not self._waits(rule, turn):
+                return learned
+            rule.arrive(self._values)
+            self._close_rounds()
+            if self._wakeup is not None and self._server is not None:
+                self._wakeup.interrupt()  # it answers the others, and knows when patience ends
+            with deadline("wait for a quorum of the replicas at the center"):
+                done = self._changed.wait_for(lambda: self._error or self._closed or not self._waits(rule, turn), limit)
+            self._check_server()
+            if not done:
+                raise CommunicationError(
+                    f"rank {self.layout.rank} waited {limit:g} s for round {turn} of the center to close: no quorum "
+                    "of the replicas came (the strategy's `timeout` is the limit)."
+                )
+            rule.answer(values, self._values)
+            return learned
+
+    def _check_server(self) -> None:
+        if self._error is not None:
+            raise CommunicationError(
+                f"rank {self.layout.rank} cannot keep the center any longer: {cause(self._error)}"
+            ) from self._error
+
+    def _waits(self, rule: CenterRule, turn: int) -> TypeGuard[RoundRule]:
+        """Whether a push-pull of a round is answered later, when the round has closed."""
+        return isinstance(rule, RoundRule) and turn > rule.rounds(self._values)[1]
+
+    def _close_rounds(self) -> float | None:
+        """Close the rounds that are due; seconds until the next one is, ``None``: all wait for a quorum."""
+        waits = []
+        for number, clock in self._clocks.items():
+            rule = cast(RoundRule, self.parts[number].rule)
+            left = clock.seconds_left(rule.rounds(self._values)[0])
+            if left == 0:
+                rule.close(self._values)
+                clock.begin()
+                self._changed.notify_all()
+            elif left is not None:
+                waits.append(left)
+        return min(waits, default=None)
 
     def _receive(
         self, index: int, difference: Sequence[Tensor], push: float, square: float, rule: CenterRule
@@ -568,12 +641,14 @@ class ThreadCenter(Center):
         assert wakeup is not None
         with self._noting_errors(), closing(wakeup):
             while present:
-                rank = wakeup.wait(self._expected())
-                if rank is None or self._closed:
+                rank = wakeup.wait(self._expected(), self._answer_rounds(differences))
+                if self._closed:
                     return
-                request = torch.empty(3, dtype=torch.float64)
+                if rank is None:
+                    continue
+                request = torch.empty(4, dtype=torch.float64)
                 wires[rank][0].receive(request)
-                index, (wish, push, number) = self.layout.leaders.index(rank), request.tolist()
+                index, (wish, push, number, turn) = self.layout.leaders.index(rank), request.tolist()
                 part = int(number)
                 wire, rule, difference = wires[rank][part], rules[part], differences[part]
                 if wish == _LEAVE:
@@ -588,8 +663,39 @@ class ThreadCenter(Center):
                     if not wire.round_difference(difference):
                         square = math.inf
                     learned = self._receive(index, difference, push, square, rule)
-                wire.send(torch.tensor([square, *learned.counts], dtype=torch.float64))
-                wire.send_difference(difference)
+                    if waits := self._waits(rule, int(turn)):
+                        rule.arrive(self._values)
+                if waits:
+                    self._unanswered.append(_Unanswered(rank, part, int(turn), learned))
+                else:
+                    self._answer(wire, learned, difference)
+
+    def _answer(self, wire: CenterWire, learned: PushPull, difference: list[Tensor]) -> None:
+        wire.send(torch.tensor([learned.square, *learned.counts], dtype=torch.float64))
+        wire.send_difference(difference)
+
+    def _answer_rounds(self, answers: Sequence[list[Tensor]]) -> float | None:
+        """Close the rounds that are due, and answer the push-pulls of all that have closed.
+
+        Args:
+            answers: memory for an answer, of each part.
+
+        Returns:
+            Seconds until the next round closes; ``None``: all wait for a quorum.
+        """
+        with self._changed:
+            seconds = self._close_rounds()
+        waiting, self._unanswered = self._unanswered, []
+        for each in waiting:
+            rule, answer = self.parts[each.part].rule, answers[each.part]
+            with self._changed:
+                if open_yet := self._waits(rule, each.turn):
+                    self._unanswered.append(each)
+                else:
+                    cast(RoundRule, rule).answer(answer, self._values)
+            if not open_yet:
+                self._answer(self._wires[each.rank][each.part], each.learned, answer)
+        return None if seconds is None else min(seconds, _LONGEST_WAIT)
 
     def _expected(self) -> list[int] | None:
         """The ranks that may be served next; ``None``: all."""

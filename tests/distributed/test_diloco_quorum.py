@@ -1,0 +1,143 @@
+"""`hetero_diloco_async` with a quorum: synchronous if it is all replicas, and late parts in the next outer step."""
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import pytest
+import torch.distributed as dist
+from center_tasks import Line, fit
+from oracles import LR, MOMENTUM, SAMPLES, START, data, order, split
+from ranks import attempt, run
+from tasks import Save
+from test_streaming import Pieces
+
+from lightning_hetero import DiLoCoAsyncStrategy, DiLoCoStrategy
+from lightning_hetero.comm.centers.rounds import Quorum, RoundClock
+from lightning_hetero.errors import ConfigurationError
+
+SHARES, BATCH, TAU = [3.0, 1.0, 2.0, 2.0], 16, 3  # of 16 samples 6, 2, 4 and 4
+LATE = 3  # the replica that comes when the round of the others has closed
+
+
+def trained(kind: Any, **options: Any) -> Any:
+    module = Pieces() if options.get("fragments") else Line(momentum=MOMENTUM)
+    found = fit(kind, module, epochs=2, **{"balance": SHARES, "global_batch_size": BATCH, **options})
+    return found["path"].numpy(), found["final"].numpy()
+
+
+@pytest.mark.parametrize("quorum", [{"quorum": 4, "patience": 0.0}, {"quorum": 1, "patience": 1e9}], ids=str)
+@pytest.mark.parametrize("options", [{"tau": 4}, {"tau": 5, "fragments": 3, "outer_lr": 0.5, "outer_momentum": 0.6}])
+def test_a_quorum_of_all_is_synchronous(options: dict[str, Any], quorum: dict[str, Any]) -> None:
+    ours = run(trained, 4, DiLoCoAsyncStrategy, **quorum, **options, nodes=[1, 1, 1, 1])
+    theirs = run(trained, 4, DiLoCoStrategy, **options, nodes=[1, 1, 1, 1])
+    for (path, end), (true_path, true_end) in zip(ours, theirs, strict=True):
+        assert abs(path - true_path).max() < 1e-10
+        assert abs(end - true_end).max() < 1e-10
+
+
+class Late(pl.Callback):
+    """The last replica visits the center after the first one has been answered, and before it comes again."""
+
+    def on_train_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        averager: Any = trainer.strategy.averager  # type: ignore[attr-defined]
+        visit, rank, store = averager._visit, trainer.global_rank, dist.distributed_c10d._get_default_store()
+        begins = trainer.global_step
+
+        def visited(context: Any) -> None:
+            if rank == LATE:
+                store.get(f"0 after {context.step}")
+            if rank == 0 and context.step - TAU > begins:
+                store.get(f"{LATE} after {context.step - TAU}")
+            visit(context)
+            store.set(f"{rank} after {context.step}", "")
+
+        averager._visit = visited
+
+
+def late(save: Path | None = None, **options: Any) -> Any:
+    saves = [] if save is None else [Save(str(save), 7, False)]
+    given = {"trainer": {"callbacks": [Late(), *saves]}, "balance": SHARES, "global_batch_size": BATCH, **options}
+    found = fit(DiLoCoAsyncStrategy, Line(momentum=MOMENTUM), epochs=2, tau=TAU, quorum=3, patience=0.0, **given)
+    return found["path"].numpy(), found["final"].numpy()
+
+
+def by_hand(lr: float, mu: float, mutant: str = "") -> Any:
+    """Rounds of three replicas, the fourth one late by a round: the path of each replica, and what is left."""
+    x, y = data()
+    weights = np.array(split(BATCH, SHARES)) / BATCH
+    center, m, total = START.copy(), np.zeros(8), np.zeros(8)
+    w, v, begun = np.tile(START, (4, 1)), np.zeros((4, 8)), np.tile(START, (4, 1))
+    path = np.zeros((30, 4, 8))
+    for step in range(30):
+        epoch, batch = divmod(step, 15)
+        rows = order(epoch, SAMPLES)[BATCH * batch : BATCH * (batch + 1)]
+        for i, part in enumerate(np.split(rows, np.cumsum(split(len(rows), SHARES))[:-1])):
+            v[i] = MOMENTUM * v[i] + 2 / len(part) * x[part].T @ (x[part] @ w[i] - y[part])
+            w[i] = w[i] - LR * v[i]
+        if (step + 1) % TAU == 0:
+            for i in range(LATE):
+                total += weights[i] * (w[i] - begun[i])
+            m = mu * m + total
+            center, total = center + lr * (total + mu * m), np.zeros(8)
+            total = np.zeros(8) if mutant == "late ones are lost" else weights[LATE] * (w[LATE] - begun[LATE])
+            w[:], begun[:] = center, center
+        path[step] = w
+    return path, center + (0 if mutant == "waiting ones are forgotten" else total) + weights @ (w - begun)
+
+
+@pytest.mark.parametrize("options", [{}, {"outer_lr": 1.0, "outer_momentum": 0.0}], ids=str)
+def test_a_late_replica_takes_part_in_the_next_outer_step(options: dict[str, float]) -> None:
+    settings = options.get("outer_lr", 0.7), options.get("outer_momentum", 0.9)
+    truth, final = by_hand(*settings)
+    for i, (path, end) in enumerate(run(late, 4, nodes=[1, 1, 1, 1], **options)):
+        assert abs(path - truth[:, i]).max() < 1e-10
+        assert abs(end - final).max() < 1e-10
+    assert abs(by_hand(*settings, "late ones are lost")[0] - truth).max() > 1e-4
+    assert abs(by_hand(*settings, "waiting ones are forgotten")[1] - final).max() > 1e-4
+
+
+def test_resumed_with_a_part_that_waits_for_its_outer_step(tmp_path: Path) -> None:
+    undisturbed = run(late, 4, save=tmp_path / "a", nodes=[1, 1, 1, 1])
+    resumed = run(late, 4, resume=tmp_path / "a", nodes=[1, 1, 1, 1])
+    for (path, end), (later_path, later_end) in zip(undisturbed, resumed, strict=True):
+        assert abs(path[7:] - later_path).max() < 1e-12  # three replicas come to a round in any order
+        assert abs(end - later_end).max() < 1e-12
+
+
+def test_a_round_waits_for_a_quorum_and_then_with_patience() -> None:
+    now = 0.0
+    clock = RoundClock(Quorum(2, 0.5), 4, lambda: now)
+    assert clock.seconds_left(0) is clock.seconds_left(1) is None
+    now = 10.0
+    assert clock.seconds_left(2) == 5.0  # half of the 10 s that it took to come to a quorum
+    now = 12.0
+    assert clock.seconds_left(3) == 3.0
+    assert clock.seconds_left(4) == 0.0  # all are here
+    now = 16.0
+    assert clock.seconds_left(3) == 0.0
+    clock.begin()
+    now = 20.0
+    assert clock.seconds_left(2) == 3.5  # half of the median of 10 s and 4 s
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"quorum": 0}, "quorum=0 must be a whole number of at least 1"),
+        ({"quorum": 1.5}, "quorum=1.5 must be"),
+        ({"quorum": 2, "patience": -1.0}, "patience=-1.0"),
+        ({"quorum": 2, "momentum_rule": "heloco"}, "momentum_rule='heloco' with quorum=2"),
+        ({"quorum": 2, "follow_speed": True}, "follow_speed=True with quorum=2"),
+        ({"quorum": 2, "center": "shared_memory"}, "center='shared_memory' with quorum=2"),
+    ],
+)
+def test_what_does_not_go_with_a_quorum(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        DiLoCoAsyncStrategy(**options)
+
+
+def test_a_quorum_of_more_replicas_than_there_are() -> None:
+    for failure in attempt(trained, 2, DiLoCoAsyncStrategy, quorum=3, balance="off", nodes=[1, 1]):
+        assert "quorum=3: there are 2 replicas. Use at most as many." in str(failure)
