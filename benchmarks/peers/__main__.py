@@ -32,28 +32,29 @@ import systems
 from rich.console import Console, Group
 
 OFF = "balance=off"
+NODES = "replica=node,outer_lr=1.0,outer_momentum=0.0"  # a node is a replica; the outer step takes the mean
 PEERS = (
-    "torch_alone",
     "torch_hierarchical:within=2,every=16",
     "accelerate_local_sgd:every=16",
-    "torchft_localsgd:every=16",
     "torchft_diloco:every=16",
-    "torchft_diloco:every=16,delay=8",
-    "hivemind_gradients",
+    f"torchft_diloco:every=16,{NODES}",
+    f"torchft_diloco:every=16,{NODES},fragments=2,delay=4,blend=0.5",
     "hivemind_local:every=16",
 )
 OURS = (
     f"hetero_ddp:{OFF}",
-    f"hetero_ddp:wire=int8,{OFF}",
     f"hetero_ddp:wire=powersgd:4,{OFF}",
     f"hetero_node:every_n_steps=16,{OFF}",
     f"hetero_daso:warmup=0,cooldown=0,patience=1000,wire=bf16,global_every=4,wait=auto,{OFF}",
-    f"hetero_diloco:tau=16,{OFF}",
-    f"hetero_diloco:tau=16,wire=int8,{OFF}",
+    f"hetero_diloco:tau=16,{NODES},wire=int4,{OFF}",
+    f"hetero_diloco:tau=16,{NODES},wire=2bit:decay=0.95,{OFF}",
+    f"hetero_diloco:tau=16,{NODES},wire=int4,fragments=2,delay=4,blend=0.5,{OFF}",
+    f"hetero_diloco:tau=4,outer_lr=1.0,outer_momentum=0.0,wire=int4,{OFF}",
+    f"hetero_diloco_async:tau=16,{NODES},wire=int4,{OFF}",
     f"hetero_gossip_async:every_n_steps=4,wire=bf16,{OFF}",
     "hetero_auto:every=16,measure=16",
 )
-ALIKE = ("ddp", "ddp_fp16", "ddp_powersgd:rank=4", "post_local_sgd:every=16", "alone", *PEERS, *OURS)
+ALIKE = ("ddp", "ddp_powersgd:rank=4", "post_local_sgd:every=16", "alone", *PEERS, *OURS)
 UNEQUAL = (
     "alone",
     "ddp",
@@ -68,12 +69,13 @@ UNEQUAL = (
 AGAINST = (
     "ddp",
     "ddp_powersgd:rank=4",
+    "post_local_sgd:every=16",
     "accelerate_local_sgd:every=16",
-    "torchft_diloco:every=16",
-    "torchft_diloco:every=16,delay=8",
+    f"torchft_diloco:every=16,{NODES}",
+    f"torchft_diloco:every=16,{NODES},fragments=2,delay=4,blend=0.5",
     "hivemind_local:every=16",
 )
-SPEEDS, FIXED = (0.8, 0.4, 0.2, 0.2), 0.012  # samples per millisecond of unequal devices; seconds of a batch besides
+SPEEDS, FIXED = (0.16, 0.08, 0.04, 0.04), 0.02  # samples per millisecond of unequal devices; seconds of a batch besides
 
 
 def main() -> None:
@@ -83,12 +85,13 @@ def main() -> None:
     parser.add_argument("--against", nargs="+", default=AGAINST, help="what all are compared with, the first one most")
     parser.add_argument("--rates", nargs="+", help="of each node's link; without: 20mbit 200mbit 1gbit")
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, help="of each run, at most; without: 64, or 1000 with --unequal")
-    parser.add_argument("--limit", type=float, help="seconds of each run; without: 45, or 30 with --unequal")
-    parser.add_argument("--batch", type=int, help="samples per rank and step; without: 16, or 96 with --unequal")
-    parser.add_argument("--delay", type=float, default=0.07, help="seconds that a step of alike devices takes at least")
-    parser.add_argument("--loss", type=float, default=1.0, help="to be reached, in the mean of 8 steps and all ranks")
-    parser.add_argument("--accuracy", type=float, default=0.9, help="to be reached on test digits")
+    parser.add_argument("--steps", type=int, help="of each run, at most; without: 576")
+    parser.add_argument("--limit", type=float, help="seconds of each run; without: 90, or 30 with --unequal")
+    parser.add_argument("--batch", type=int, help="samples per rank and step; without: 2, or 16 with --unequal")
+    parser.add_argument("--delay", type=float, default=0.1, help="seconds that a step of alike devices takes at least")
+    parser.add_argument("--loss", type=float, default=2.6, help="to be reached on text that nobody trains on")
+    parser.add_argument("--equal", type=int, default=320, help="steps after which losses are compared")
+    parser.add_argument("--search", type=float, nargs="+", help="learning rates to try with each contender")
     parser.add_argument("--save", type=Path, help="file for the runs; those that it has already are not done again")
     systems.add_options(parser)
     options = parser.parse_args()
@@ -114,9 +117,11 @@ def with_defaults(options: argparse.Namespace) -> None:
     unequal = options.unequal
     options.contenders = list(options.contenders or (UNEQUAL if unequal else ALIKE))
     options.rates = options.rates or (["200mbit", "1gbit"] if unequal else ["20mbit", "200mbit", "1gbit"])
-    options.steps = options.steps or (1000 if unequal else 64)
-    options.limit = options.limit or (30.0 if unequal else 45.0)
-    options.batch = options.batch or (96 if unequal else 16)
+    options.steps = options.steps or 576
+    options.limit = options.limit or (30.0 if unequal else 90.0)
+    options.batch = options.batch or (16 if unequal else 2)
+    if options.search:
+        options.contenders = [systems.with_rate(name, rate) for name in options.contenders for rate in options.search]
     options.nodes, options.ranks = (len(SPEEDS), 1) if unequal else (2, 2)
     alike = [[options.delay, 1e-6]] * (options.nodes * options.ranks)
     options.costs = [[FIXED, 1e-3 / speed] for speed in SPEEDS] if unequal else alike
@@ -136,8 +141,10 @@ def table(runs: Sequence[outcome.Run], options: argparse.Namespace) -> Any:
     """What the runs on one kind of link come to."""
     if options.unequal:
         return outcome.shares(runs, "alone", 0.4 * options.limit)
-    goals = options.loss, options.accuracy
-    return Group(outcome.table(runs, options.against[0], goals), *outcome.pairs(runs, options.against[1:], goals))
+    goal = outcome.Goal(options.loss, options.equal)
+    if options.search:
+        return outcome.best_rates(runs, goal)
+    return Group(outcome.table(runs, options.against[0], goal), *outcome.pairs(runs, options.against[1:], goal))
 
 
 class Runs:

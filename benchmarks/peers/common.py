@@ -1,6 +1,6 @@
 """What every rank of every peer has in common: the task, when to stop, what is noted, how weights are tested.
 
-Needs torch, scikit-learn and NumPy only, so that each peer can have an environment of its own.
+Needs torch and NumPy only, so that each peer can have an environment of its own.
 """
 
 import mmap
@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "cluster"))
 
 import network
 import torch
-from digits import cnn, handwritten
+from text import gpt, loss_of, windows
 from torch import nn
 
 Weights = dict[int, torch.Tensor]
@@ -40,7 +40,7 @@ class Task:
     costs: list[list[float]]
     seed: int
     limit: float
-    every: int = 8
+    every: int = 16
 
 
 class Board:
@@ -120,17 +120,18 @@ def flat(net: nn.Module) -> torch.Tensor:
 
 
 def tested(folder: Path, world: int) -> dict[str, Any]:
-    """Accuracy and loss on test digits of the mean of all ranks' weights, step by step and at the end."""
+    """The loss on text that nobody trains on: of the mean of all ranks' weights, and of rank 0's own, by steps."""
     files = [folder / f"weights-{rank}.pt" for rank in range(world)]
     ranks: list[Weights] = [torch.load(file) for file in files]
-    net, (images, labels) = cnn(), handwritten(training=False)
-    course: dict[int, tuple[float, float]] = {}
-    for step in sorted(set.intersection(*(set(rank) for rank in ranks))):
-        nn.utils.vector_to_parameters(torch.stack([rank[step] for rank in ranks]).mean(0), net.parameters())
+    net, (_, text) = gpt(), windows()
+
+    def loss(weights: torch.Tensor) -> float:
+        nn.utils.vector_to_parameters(weights, net.parameters())
         with torch.no_grad():
-            logits = net(images)
-        accuracy = (logits.argmax(1) == labels).float().mean().item()
-        course[step] = accuracy, nn.functional.cross_entropy(logits, labels).item()
+            return loss_of(net, text).item()
+
+    steps = set.intersection(*(set(rank) for rank in ranks))
+    course = {step: (loss(torch.stack([rank[step] for rank in ranks]).mean(0)), loss(ranks[0][step])) for step in steps}
     for file in files:
         file.unlink()
     left = course.pop(LAST)

@@ -17,6 +17,7 @@ import hivemind
 import plain
 from hivemind.compression import Float16Compression, NoCompression
 from hivemind.optim.grad_averager import GradientAverager
+from text import inner_optimizer
 
 TIMEOUT = 30.0  # seconds after which an exchange is given up: several times what it takes
 
@@ -84,7 +85,7 @@ def gradients(setting: plain.Setting) -> Iterator[plain.Parts]:
             **options,
             target_batch_size=setting.task.batch * setting.meeting.world,
             params=setting.net.parameters(),
-            optimizer=plain.sgd,
+            optimizer=partial(inner_optimizer, rate=setting.rate),
             offload_optimizer=True,
             delay_optimizer_step=delay,
             delay_grad_averaging=delay,

@@ -9,29 +9,29 @@ from typing import Any
 import common
 import contenders
 import lightning.pytorch as pl
+import systems
 import torch
 import torch.distributed as dist
-from digits import Digits, cnn
-from torch import nn
+from text import Text, gpt, inner_optimizer, loss_of
 from torch.utils.data import DataLoader
 
 from lightning_hetero import EmulatedSpeed
 
 
 class Noted(pl.LightningModule):
-    """Reads digits; notes what it does, and ends when the board says so."""
+    """Continues text; notes what it does, and ends when the board says so."""
 
-    def __init__(self, notes: common.Notes, board: common.Board) -> None:
+    def __init__(self, notes: common.Notes, board: common.Board, rate: float) -> None:
         super().__init__()
-        self.net = cnn()
-        self.notes, self.board = notes, board
+        self.net = gpt()
+        self.notes, self.board, self.rate = notes, board, rate
 
     def on_train_start(self) -> None:
         self.board.go_on(0)
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        self.notes.begin(self.net, len(batch[1]))
-        loss = nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+        self.notes.begin(self.net, len(batch))
+        loss = loss_of(self.net, batch)
         self.notes.loss(loss)
         return loss
 
@@ -41,19 +41,20 @@ class Noted(pl.LightningModule):
             self.trainer.should_stop = True
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9, nesterov=True)
+        return inner_optimizer(self.parameters(), self.rate)
 
 
 def fit(contender: str, task: common.Task, board: common.Board, folder: Path) -> dict[str, Any]:
     """Train; what has been noted."""
+    contender, rate = systems.without_rate(contender)
     torch.manual_seed(task.seed)
-    module = Noted(common.Notes(task.every), board)
+    module = Noted(common.Notes(task.every), board, rate)
     costs = task.costs
     if contenders.is_alone(contender):
         costs = [costs[int(os.environ["RANK"])]]
     slowed = EmulatedSpeed([(fixed, per_sample) for fixed, per_sample in costs])
     trainer = contenders.trainer(contender, max_steps=task.steps, max_epochs=1, callbacks=[slowed])
-    trainer.fit(module, DataLoader(Digits(task.batch * task.steps * len(costs), task.seed), batch_size=task.batch))
+    trainer.fit(module, DataLoader(Text(task.batch * task.steps * len(costs), task.seed), batch_size=task.batch))
     module.notes.leave(module.net, folder)
     return module.notes.figures
 

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 from rich import box
 from rich.table import Table
+from systems import without_rate
 
 INTERVAL = 16  # steps between two exchanges of most contenders
-WINDOW = 8  # steps over which the loss is averaged
 Run = dict[str, Any]
 
 
@@ -20,25 +20,45 @@ class Figures(NamedTuple):
     Attributes:
         ms: per step of the slowest rank.
         sent: MB per step of the node that sends most.
-        loss: seconds until the training loss was reached; infinite if it was not.
-        accuracy: seconds until the accuracy was reached; infinite if it was not.
-        left: the accuracy of what the fit leaves.
+        to_goal: seconds until the goal was reached; infinite if it was not.
+        sent_to_goal: MB that the node which sends most has sent by then.
+        equal: the loss after as many steps as are compared; NaN if there were fewer.
+        left: the loss of what the fit leaves.
         steps: of the rank with fewest.
         seconds: that the run lasted.
     """
 
     ms: float
     sent: float
-    loss: float
-    accuracy: float
+    to_goal: float
+    sent_to_goal: float
+    equal: float
     left: float
     steps: int
     seconds: float
 
 
-def figures(run: Run, loss: float, accuracy: float) -> Figures:
-    """Of a run: what it took to reach this training loss, and this accuracy on test digits."""
-    ranks = run["ranks"]
+class Goal(NamedTuple):
+    """What runs are compared by: losses on text that nobody trains on, of the mean of all ranks' weights.
+
+    Attributes:
+        loss: to be reached.
+        steps: after which losses are compared.
+    """
+
+    loss: float
+    steps: int
+
+
+def figures(run: Run, goal: Goal, alone: bool = False) -> Figures:
+    """Of a run: what it took to reach the goal.
+
+    Args:
+        run: the run.
+        goal: what is asked.
+        alone: ask rank 0's own weights, not the mean of all.
+    """
+    ranks, whose = run["ranks"], int(alone)
     began = min(rank["times"][0] for rank in ranks)
     steps = min(len(rank["samples"]) for rank in ranks)
     # Over whole intervals, so that no exchange is left out; ranks at their own pace have no intervals in common.
@@ -46,24 +66,20 @@ def figures(run: Run, loss: float, accuracy: float) -> Figures:
     ms = max(1e3 * (rank["times"][last] - rank["times"][0]) / last for rank in ranks)
     sent = max((rank["sent"][last] - rank["sent"][0]) / last for rank in ranks) / 1e6
 
-    def after(step: int | None) -> float:
-        return math.inf if step is None else max(rank["times"][step] for rank in ranks) - began
-
-    first = next((step for step, value in enumerate(losses(ranks)) if step >= WINDOW and value <= loss), None)
-    read = next((step for step, (value, _) in run["course"] if value >= accuracy), None)
+    course = {step: losses[whose] for step, losses in run["course"]}
+    reached = next((step for step, loss in course.items() if loss <= goal.loss), None)
+    to_goal = sent_to_goal = math.inf
+    if reached is not None:
+        to_goal = max(rank["times"][reached] for rank in ranks) - began
+        sent_to_goal = max(rank["sent"][reached] - rank["sent"][0] for rank in ranks) / 1e6
     seconds = max(rank["times"][-1] for rank in ranks) - began
-    return Figures(ms, sent, after(first), after(read), run["left"][0], steps, seconds)
+    equal = course.get(goal.steps, math.nan)
+    return Figures(ms, sent, to_goal, sent_to_goal, equal, run["left"][whose], steps, seconds)
 
 
 def whole(steps: int) -> int:
     """So many steps as whole intervals have."""
     return steps // INTERVAL * INTERVAL or steps
-
-
-def losses(ranks: Sequence[Run]) -> list[float]:
-    """The loss after each step: the mean of the last 8 steps and all ranks."""
-    means = [statistics.mean(step) for step in zip(*(rank["losses"] for rank in ranks), strict=False)]
-    return [statistics.mean(means[max(0, step - WINDOW) : step]) for step in range(1, len(means) + 1)]
 
 
 def spread(values: Sequence[float], form: str, missing: str = "") -> str:
@@ -76,49 +92,31 @@ def spread(values: Sequence[float], form: str, missing: str = "") -> str:
     return middle if low == high else f"{middle} ({low} to {high})"
 
 
-def over(own: Sequence[Figures], base: Sequence[Figures]) -> str:
-    """How many of a contender's steps go into one of the base, run by run."""
-    return spread([b.ms / o.ms for o, b in zip(own, base, strict=True)], ".2f") if base else ""
-
-
-def _to_loss(run: Figures) -> float:
-    return run.loss
-
-
-def _to_accuracy(run: Figures) -> float:
-    return run.accuracy
-
-
-def times_as_fast(own: Sequence[Figures], base: Sequence[Figures], seconds: Callable[[Figures], float]) -> str:
-    """How many times as soon something is reached, run by run; at least that many where the base never reaches it."""
+def times_as_fast(own: Sequence[Figures], base: Sequence[Figures]) -> str:
+    """How many times as soon the goal is reached, run by run; at least that many where the base never reaches it."""
     ratios = [
-        min(seconds(b), b.seconds) / seconds(o)
-        for o, b in zip(own, base, strict=bool(base))
-        if math.isfinite(seconds(o))
+        min(b.to_goal, b.seconds) / o.to_goal for o, b in zip(own, base, strict=bool(base)) if math.isfinite(o.to_goal)
     ]
     if not ratios:
         return ""
-    return ("" if all(math.isfinite(seconds(b)) for b in base) else "> ") + spread(ratios, ".2f")
+    return ("" if all(math.isfinite(b.to_goal) for b in base) else "> ") + spread(ratios, ".2f")
 
 
-def table(runs: Sequence[Run], against: str, goals: tuple[float, float]) -> Table:
-    """A row per contender: what each has taken to a loss and an accuracy."""
-    of = _by_contender(runs, goals)
+def table(runs: Sequence[Run], against: str, goal: Goal) -> Table:
+    """A row per contender: what each has taken to the goal."""
+    of = _by_contender(runs, goal)
 
-    def seconds(rows: list[Figures], values: list[float]) -> str:
-        return spread(values, ".1f", f"not in {max(row.seconds for row in rows):.0f} s")
-
-    def paired(name: str) -> list[Figures]:
-        return _paired(of, name, against)
+    def seconds(rows: list[Figures]) -> str:
+        return spread([row.to_goal for row in rows], ".1f", f"not in {max(row.seconds for row in rows):.0f} s")
 
     columns: dict[str, Callable[[str, list[Figures]], str]] = {
+        f"seconds to a loss of {goal.loss:g}": lambda _, rows: seconds(rows),
+        f"times as fast as {against}": lambda name, rows: times_as_fast(rows, _paired(of, name, against)),
+        "MB to it": lambda _, rows: spread([row.sent_to_goal for row in rows], ".1f", "-"),
         "ms per step": lambda _, rows: spread([row.ms for row in rows], ".0f"),
-        f"{against}'s over it": lambda name, rows: over(rows, paired(name)),
-        "MB per step and node": lambda _, rows: spread([row.sent for row in rows], ".2f"),
-        f"seconds to a loss of {goals[0]:g}": lambda _, rows: seconds(rows, [row.loss for row in rows]),
-        f"times as fast as {against}": lambda name, rows: times_as_fast(rows, paired(name), _to_loss),
-        f"seconds to {goals[1]:.0%} of test digits": lambda _, rows: seconds(rows, [row.accuracy for row in rows]),
-        "at the end": lambda _, rows: spread([100 * row.left for row in rows], ".1f") + "%",
+        "MB per step": lambda _, rows: spread([row.sent for row in rows], ".3f"),
+        f"loss after {goal.steps} steps": lambda _, rows: spread([row.equal for row in rows], ".3f", "-"),
+        "at the end": lambda _, rows: spread([row.left for row in rows], ".3f"),
         "steps": lambda _, rows: spread([row.steps for row in rows], ".0f"),
     }
     result = Table(box=box.MARKDOWN)
@@ -129,26 +127,45 @@ def table(runs: Sequence[Run], against: str, goals: tuple[float, float]) -> Tabl
     return result
 
 
-def pairs(runs: Sequence[Run], against: Sequence[str], goals: tuple[float, float]) -> list[Table]:
-    """To the loss, and to the accuracy: a row per contender, how many times as fast it is as each of some others."""
-    of, tables = _by_contender(runs, goals), list[Table]()
+def pairs(runs: Sequence[Run], against: Sequence[str], goal: Goal) -> list[Table]:
+    """A row per contender: how many times as fast to the goal it is as each of some others."""
+    of = _by_contender(runs, goal)
     against = [name for name in against if name in of]
     if not against:
-        return tables
-    for what, seconds in ((f"a loss of {goals[0]:g}", _to_loss), (f"{goals[1]:.0%} of test digits", _to_accuracy)):
-        result = Table(box=box.MARKDOWN)
-        result.add_column(f"times as fast to {what} as", no_wrap=True)
-        for name in against:
-            result.add_column(name, no_wrap=True, justify="right")
-        for name, rows in of.items():
-            result.add_row(name, *(times_as_fast(rows, _paired(of, name, base), seconds) for base in against))
-        tables.append(result)
-    return tables
+        return []
+    result = Table(box=box.MARKDOWN)
+    result.add_column(f"times as fast to a loss of {goal.loss:g} as", no_wrap=True)
+    for name in against:
+        result.add_column(name, no_wrap=True, justify="right")
+    for name, rows in of.items():
+        result.add_row(name, *(times_as_fast(rows, _paired(of, name, base)) for base in against))
+    return [result]
 
 
-def _by_contender(runs: Sequence[Run], goals: tuple[float, float]) -> dict[str, list[Figures]]:
-    names = dict.fromkeys(run["contender"] for run in runs)
-    return {name: [figures(run, *goals) for run in runs if run["contender"] == name] for name in names}
+def best_rates(runs: Sequence[Run], goal: Goal) -> Table:
+    """Of each contender that was run with several learning rates, the one with the least loss after equal steps."""
+    of = _by_contender(runs, goal)
+    result = Table("contender", f"loss after {goal.steps} steps", "of the others", box=box.MARKDOWN)
+    found: dict[str, list[tuple[float, str]]] = {}
+    for name, rows in of.items():
+        found.setdefault(without_rate(name)[0], []).append((statistics.mean(row.equal for row in rows), name))
+    for tried in found.values():
+        (loss, name), *others = sorted(tried)
+        result.add_row(name, f"{loss:.3f}", ", ".join(f"{other:.3f}" for other, _ in others))
+    return result
+
+
+ONE_DEVICE = "one device"  # the row of rank 0's own weights, where ranks train alone
+
+
+def _by_contender(runs: Sequence[Run], goal: Goal) -> dict[str, list[Figures]]:
+    of: dict[str, list[Figures]] = {}
+    for run in runs:
+        name = run["contender"]
+        of.setdefault(name, []).append(figures(run, goal))
+        if without_rate(name)[0] == "alone":
+            of.setdefault(name.replace("alone", ONE_DEVICE), []).append(figures(run, goal, alone=True))
+    return of
 
 
 def _paired(of: dict[str, list[Figures]], name: str, base: str) -> list[Figures]:

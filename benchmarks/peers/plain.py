@@ -9,13 +9,15 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import common
+import systems
 import torch
 import torch.distributed as dist
-from digits import Digits, cnn
+from text import Text, gpt, inner_optimizer, loss_of
 from torch import nn
 
 LIMIT = timedelta(minutes=10)  # for all ranks to come
@@ -48,17 +50,22 @@ class Setting:
 
     Attributes:
         net: the network, with the first weights.
-        optimizer: the inner one.
+        rate: learning rate of the inner optimizer.
         options: as they were given: ``every=16`` is ``{"every": "16"}``.
         task: what is trained.
         meeting: of all ranks.
     """
 
     net: nn.Module
-    optimizer: torch.optim.Optimizer
+    rate: float
     options: dict[str, str]
     task: common.Task
     meeting: Meeting
+
+    @cached_property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The inner one."""
+        return inner_optimizer(self.net.parameters(), self.rate)
 
     def number(self, option: str, default: float) -> int:
         """An option that is a whole number."""
@@ -73,7 +80,7 @@ class Parts(NamedTuple):
     """What a peer trains with.
 
     Attributes:
-        model: called with images.
+        model: called with codes of characters.
         optimizer: its `zero_grad` and `step` are called at each step.
         after: called after each step.
         backward: called with the loss.
@@ -88,34 +95,35 @@ class Parts(NamedTuple):
 Peer = Callable[[Setting], AbstractContextManager[Parts]]
 
 
-def sgd(parameters: Any) -> torch.optim.Optimizer:
-    """The inner optimizer of all contenders."""
-    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9, nesterov=True)
-
-
 def fit(peer: Peer, setting: Setting, board: common.Board, folder: Path) -> dict[str, list[Any]]:
     """Train; what has been noted."""
     net, task, meeting = setting.net, setting.task, setting.meeting
     rank, world = meeting.rank, meeting.world
     fixed, per_sample = task.costs[rank]
     device = fixed + per_sample * task.batch
-    stream = Digits(task.batch * task.steps * world, task.seed)
+    stream = Text(task.batch * task.steps * world, task.seed)
     notes = common.Notes(task.every)
+    ends = 0.0  # when the device has computed the step
+
+    def until(end: float) -> None:
+        time.sleep(max(0.0, end - time.perf_counter()))
+
+    # The last gradient of a pass, for which averages within the pass wait. The hook runs before DDP hears of it.
+    next(net.parameters()).register_hook(lambda _: until(ends))
     with peer(setting) as (model, optimizer, after, backward):
         meeting.gather("ready")
         while board.go_on(step := len(notes.figures["samples"])):
             first = step * task.batch * world
-            samples = stream.__getitems__(list(range(first + rank, first + task.batch * world, world)))
-            images, labels = (torch.stack(column) for column in zip(*samples, strict=True))
+            batch = torch.stack([stream[index] for index in range(first + rank, first + task.batch * world, world)])
             began = time.perf_counter()
-            notes.begin(net, len(labels))
-            loss = nn.functional.cross_entropy(model(images), labels)
+            notes.begin(net, len(batch))
+            loss = loss_of(model, batch)
             notes.loss(loss)
             # A backward pass computes two gradients where the forward pass computes one output: `EmulatedSpeed`, too.
-            time.sleep(max(0.0, device / 3 - (time.perf_counter() - began)))
+            until(began + device / 3)
+            ends = began + device
             optimizer.zero_grad()
             backward(loss)
-            time.sleep(max(0.0, device - (time.perf_counter() - began)))
             optimizer.step()
             after()
         notes.moment()
@@ -135,14 +143,13 @@ def main(peers: dict[str, Peer], together: bool = True) -> None:
     torch.set_num_threads(1)
     meeting, runs = Meeting(), []
     for index, contender in enumerate(names):
-        name, _, options = contender.partition(":")
+        text, rate = systems.without_rate(contender)
+        name, _, options = text.partition(":")
         torch.manual_seed(task.seed)
-        net = cnn()
+        net = gpt()
         given = dict(pair.split("=") for pair in options.split(",") if pair)
         board = common.Board(output.with_name(f"board-{index}"), task, together)
-        ranks = meeting.gather(
-            fit(peers[name], Setting(net, sgd(net.parameters()), given, task, meeting), board, output.parent)
-        )
+        ranks = meeting.gather(fit(peers[name], Setting(net, rate, given, task, meeting), board, output.parent))
         if meeting.rank == 0:
             tested = common.tested(output.parent, meeting.world)
             runs.append({"contender": contender, "together": together, "ranks": ranks, **tested})

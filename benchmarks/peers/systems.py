@@ -47,6 +47,23 @@ def system_of(contender: str) -> System:
     return next(system for system in SYSTEMS if contender.startswith(system.prefix))
 
 
+INNER_RATE = 2e-3  # learning rate of AdamW where a contender names none
+
+
+def without_rate(contender: str) -> tuple[str, float]:
+    """A contender without its `inner_lr`, and that learning rate of the inner optimizer."""
+    name, _, options = contender.partition(":")
+    pairs = [pair for pair in options.split(",") if pair]
+    given = [float(pair.partition("=")[2]) for pair in pairs if pair.startswith("inner_lr=")]
+    rest = ",".join(pair for pair in pairs if not pair.startswith("inner_lr="))
+    return f"{name}:{rest}" if rest else name, given[0] if given else INNER_RATE
+
+
+def with_rate(contender: str, rate: float) -> str:
+    """A contender with a learning rate of the inner optimizer."""
+    return f"{contender}{',' if ':' in contender else ':'}inner_lr={rate:g}"
+
+
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Where environments are."""
     parser.add_argument("--envs", type=Path, default=HERE / ".envs", help="folder of the peers' environments")
@@ -60,7 +77,7 @@ def steps_to_make(system: System, envs: Path) -> list[list[str]]:
     return [
         [sys.executable, "-m", "venv", str(folder)],
         [*pip, "torch"],
-        [*pip, "scikit-learn", system.package],
+        [*pip, system.package],
     ]
 
 
@@ -71,7 +88,7 @@ def interpreter(system: System, envs: Path) -> str | None:
     python = envs / system.name / "bin" / "python"
     if not python.exists():
         return None
-    command = [str(python), "-c", f"import sklearn, torch, {system.module}"]
+    command = [str(python), "-c", f"import torch, {system.module}"]
     return None if subprocess.run(command, capture_output=True, check=False).returncode else str(python)
 
 

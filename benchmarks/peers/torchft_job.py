@@ -1,12 +1,14 @@
 """What each rank runs under torchft: its LocalSGD and DiLoCo, in a plain loop.
 
-Contenders: ``torchft_localsgd:every=16``, ``torchft_diloco:every=16,delay=8,fragments=2,replica=node``.
+Contenders: ``torchft_localsgd:every=16`` and
+``torchft_diloco:every=16,fragments=2,delay=4,blend=0.5,outer_lr=0.7,outer_momentum=0.9,replica=node``.
 """
 
 import os
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 
 _own_address = os.environ["OWN_ADDR"]
 socket.gethostname = lambda: _own_address  # what torchft tells the other replicas; names of nodes are not known here
@@ -73,9 +75,11 @@ def local_sgd(setting: plain.Setting) -> Iterator[plain.Parts]:
 @contextmanager
 def diloco(setting: plain.Setting) -> Iterator[plain.Parts]:
     """An outer optimizer on what replicas have learned in a few steps; whole, or streamed in parts."""
-    layers: list[nn.Module] = list(setting.net) if setting.number("fragments", 1) == 2 else []
-    fragments = [nn.Sequential(*layers[:5]), nn.Sequential(*layers[5:])] if layers else [setting.net]
-    rate, momentum = (float(setting.options.get(name, usual)) for name, usual in (("lr", 0.7), ("momentum", 0.9)))
+    layers, count = list(setting.net), setting.number("fragments", 1)
+    cuts = [round(part * len(layers) / count) for part in range(count + 1)]
+    fragments = [nn.Sequential(*layers[first:last]) for first, last in pairwise(cuts)] if count > 1 else [setting.net]
+    usual = {"outer_lr": 0.7, "outer_momentum": 0.9, "blend": 0.0}
+    rate, momentum, blend = (float(setting.options.get(name, value)) for name, value in usual.items())
     outer = [torch.optim.SGD(p.parameters(), lr=rate, momentum=momentum, nesterov=momentum > 0) for p in fragments]
     with managed(setting.options, setting.meeting) as (manager, whole):
         model = nn.parallel.DistributedDataParallel(setting.net) if whole else setting.net
@@ -86,6 +90,7 @@ def diloco(setting: plain.Setting) -> Iterator[plain.Parts]:
             outer,
             sync_every=setting.number("every", 16),
             fragment_sync_delay=setting.number("delay", 0),
+            fragment_update_alpha=blend,
             use_bucketization=True,
         )
         with algorithm:
