@@ -19,6 +19,7 @@ Contenders are NAME or NAME:option=value,option=value: strategies of Lightning a
 import argparse
 import json
 import os
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -83,7 +84,9 @@ def main() -> None:
     parser.add_argument("contenders", nargs="*", help="without: all")
     parser.add_argument("--unequal", action="store_true", help="devices of unequal speed: samples per second")
     parser.add_argument("--against", nargs="+", default=AGAINST, help="what all are compared with, the first one most")
-    parser.add_argument("--rates", nargs="+", help="of each node's link; without: 20mbit 200mbit 1gbit")
+    parser.add_argument(
+        "--rates", nargs="+", type=rate_of_link, help="of each node's link; without: 20mbit 200mbit 1gbit"
+    )
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, help="of each run, at most; without: 576")
     parser.add_argument("--limit", type=float, help="seconds of each run; without: 90, or 30 with --unequal")
@@ -110,6 +113,13 @@ def main() -> None:
         runs.sort(key=lambda run: order[run["contender"]])
         console.print(table(runs, options))
         console.print(f"Load average at the end {os.getloadavg()[0]:.2f}.\n")
+
+
+def rate_of_link(text: str) -> str:
+    """A rate as `tc` takes it, so that no contender after ``--rates`` is taken for one."""
+    if not re.fullmatch(r"[\d.]+[kmg]bit", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is no rate such as 200mbit. Give contenders before --rates.")
+    return text
 
 
 def with_defaults(options: argparse.Namespace) -> None:
