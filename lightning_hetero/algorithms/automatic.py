@@ -14,7 +14,8 @@ class AutoAverager(Averager):
     """Begins with gradients over all ranks, measures, and leaves it to the cost model which algorithm goes on.
 
     Args:
-        gain: how much faster another strategy must be than ``hetero_ddp``, as a fraction of samples per second.
+        gain: how much faster a strategy must be than one that learns more in a step, as a fraction of samples per
+            second.
         exact: never leave ``hetero_ddp``: the weights stay those of one process.
         deterministic: choose no asynchronous strategy: two runs that choose alike give the same weights.
         every: steps between two exchanges of strategies that meet now and then.

@@ -69,9 +69,7 @@ class Partitioner:
 
     @staticmethod
     def _equal(count: int, sizes: Mapping[str, int]) -> list[str]:
-        modules: dict[str, int] = defaultdict(int)
-        for name, size in sizes.items():
-            modules[owning_module(name)] += size
+        modules = modules_of(sizes)
         if len(modules) < count:
             raise ConfigurationError(
                 f"fragments={count}: the model has {len(modules)} modules with parameters that replicas exchange, and "
@@ -101,6 +99,18 @@ class Partitioner:
                 "replicas exchange. Give a number of fragments."
             )
         return best
+
+
+def modules_of(sizes: Mapping[str, int]) -> dict[str, int]:
+    """The modules with parameters, each of which is at most one fragment, with their sizes.
+
+    Args:
+        sizes: of the parameters that are exchanged, by name.
+    """
+    modules: dict[str, int] = defaultdict(int)
+    for name, size in sizes.items():
+        modules[owning_module(name)] += size
+    return modules
 
 
 def partition(fragments: Fragments) -> Partitioner | None:

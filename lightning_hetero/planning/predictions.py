@@ -7,7 +7,7 @@ from lightning_hetero.planning.cluster import Cluster
 #: Bytes on each wire for one byte of fp32, scales included.
 WIRES = {"fp32": 1.0, "bf16": 0.5, "int8": 0.254, "int4": 0.129}
 DASO_EVERY = 4  # steps between two exchanges, by default
-_FRAGMENTS = 4
+FRAGMENTS = 4  # of a model that streams
 #: Bytes per parameter that a rank keeps to average gradients: the buckets of DDP; and on the host, what goes over gloo.
 BUCKETS, OVER_GLOO = 4, 8
 _ANY, _WIDE = tuple(WIRES), ("fp32", "bf16")
@@ -59,13 +59,14 @@ class StrategyKind(NamedTuple):
         """The strategy's options, with a number format that is wished for."""
         own = {} if self.every is None else {self.every: every}
         if "fragments" in self.options:
-            own["delay"] = max(every // _FRAGMENTS, 1)
+            own["delay"] = max(every // FRAGMENTS, 1)
         wire = self.wire(wished)
         return {**own, **self.options, **({"wire": wire} if wire != "fp32" else {})}
 
 
 _AUTO = {"moving_rate": "auto"}
 _NODES = {"replica": "node"}
+_MEAN = {"outer_lr": 1.0, "outer_momentum": 0.0}  # an outer step that takes the mean, which needs no tuning
 #: An all-reduce between all replicas.
 AVERAGES = (
     StrategyKind("hetero_node", "NodeAverageStrategy", "every_n_steps", nodes=True),
@@ -76,7 +77,7 @@ AVERAGES = (
     StrategyKind(
         "hetero_diloco (streaming)",
         "DiLoCoStrategy",
-        options={"fragments": _FRAGMENTS, **_NODES},
+        options={"fragments": FRAGMENTS, **_NODES, **_MEAN},
         nodes=True,
         behind="all steps",
         least=2,  # an exchange of a fragment lasts a step at least, and is over before its next one begins
@@ -159,6 +160,11 @@ class Prediction(NamedTuple):
     every: int = 1
     wire: str = "fp32"
     kept: float = 0.0
+
+    @property
+    def string(self) -> str:
+        """What a Trainer takes: the name, without the form of the strategy that options make."""
+        return self.name.partition(" ")[0]
 
 
 def predictions(cluster: Cluster, every: int = 16, wire: str = "fp32") -> list[Prediction]:

@@ -1,23 +1,40 @@
 """Choice of a strategy, when the steps of ``hetero_ddp`` have been measured on the cluster."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
 from lightning_hetero.batching.shares import too_slow
 from lightning_hetero.planning.cluster import Cluster
-from lightning_hetero.planning.predictions import WIRES, Prediction, predictions
+from lightning_hetero.planning.predictions import FRAGMENTS, WIRES, Prediction, predictions
 
 _SHORTEST = 1e-9  # seconds of a step, where a device has measured none
 
-#: What to choose from; of those that are about equally fast the first. Repeatable ones come before asynchronous ones.
+#: All strategies, by how much replicas learn from each other in a step, the most first: a single replica, means over
+#: all nodes, a center, and pairs. The comparison with other packages has the losses after equal samples (docs/peers.md).
+BY_LEARNING = (
+    ("ddp", "hetero_ddp"),
+    ("hetero_daso", "hetero_node", "hetero_diloco", "hetero_diloco (streaming)"),
+    (
+        "hetero_easgd_overlap",
+        "hetero_easgd",
+        "hetero_eamsgd",
+        "hetero_diloco_async",
+        "hetero_easgd_round_robin",
+        "hetero_easgd_async",
+        "hetero_measgd_async",
+    ),
+    ("hetero_gossip", "hetero_gossip_push_sum", "hetero_noloco", "hetero_gossip_async"),
+)
+#: What ``hetero_auto`` chooses from.
 CANDIDATES = (
-    "hetero_node",
     "hetero_daso",
+    "hetero_node",
+    "hetero_diloco (streaming)",
     "hetero_easgd_overlap",
-    "hetero_gossip",
     "hetero_easgd_async",
+    "hetero_gossip",
     "hetero_gossip_async",
 )
 #: Predictions nearer than this, as a fraction, are about equal.
@@ -28,11 +45,12 @@ class AutoLimits(NamedTuple):
     """Limits that a user sets to the choice.
 
     Attributes:
-        gain: how much faster another strategy must be, as a fraction.
+        gain: how much faster a strategy must be than one that learns more in a step, as a fraction.
         exact: whether the weights must be those of one process.
         deterministic: whether two runs must give the same weights.
         every: steps between two exchanges of strategies that meet now and then.
         wire: number format between replicas.
+        fragments: into how many the model can be cut.
     """
 
     gain: float = 0.2
@@ -40,6 +58,7 @@ class AutoLimits(NamedTuple):
     deterministic: bool = False
     every: int = 16
     wire: str = "fp32"
+    fragments: int = FRAGMENTS
 
 
 class Choice(NamedTuple):
@@ -54,8 +73,30 @@ class Choice(NamedTuple):
     why: str
 
 
+def preferred(exact: Prediction, others: Iterable[Prediction], gain: float) -> Prediction:
+    """The strategy to take: the exact one, unless others gain enough.
+
+    Of those that do, it is the one that learns most in a step, and of these the one that exchanges most often, unless
+    another one is faster by as much again.
+
+    Args:
+        exact: the prediction for it.
+        others: those for other strategies.
+        gain: that is enough, as a fraction of the samples per second.
+    """
+    enough = [one for one in others if one.speed > (1 + gain) * exact.speed] or [exact]
+    most = max(one.speed for one in enough)
+    return min((one for one in enough if (1 + gain) * one.speed >= most), key=_learning)
+
+
+def _learning(one: Prediction) -> tuple[int, int, int]:
+    """The place of a strategy among all, by what it learns in a step."""
+    tier = next(number for number, names in enumerate(BY_LEARNING) if one.name in names)
+    return tier, one.every, BY_LEARNING[tier].index(one.name)
+
+
 def choose(cluster: Cluster, measured: float, wish: AutoLimits) -> Choice:
-    """The strategy that gains most over the steps that have been measured, if one gains enough.
+    """The strategy to change to from ``hetero_ddp``, by :func:`preferred`.
 
     A gain counts over the measured steps, as far as work and an exchange that hides behind nothing can explain how long
     they take: what the model does not know of is no reason to change.
@@ -73,7 +114,7 @@ def choose(cluster: Cluster, measured: float, wish: AutoLimits) -> Choice:
         >>> nodes = ((Cost(0.01, 0.09 / 16),) * 2,) * 2
         >>> cluster = Cluster(nodes, 64, 10e6, LinkModel(2e-5, 5e9), LinkModel(2e-4, 12.5e6))
         >>> choose(cluster, 1.2, AutoLimits()).prediction.name
-        'hetero_daso'
+        'hetero_diloco (streaming)'
         >>> choose(cluster, 1.2, AutoLimits(exact=True)).prediction is None
         True
     """
@@ -86,17 +127,19 @@ def choose(cluster: Cluster, measured: float, wish: AutoLimits) -> Choice:
     )
     if wish.exact:
         return Choice(None, f"{step}. Nothing else is exact.")
-    measured_waits = [name for name, one in found.items() if one.options.get("wait") == "auto"]  # never twice alike
-    repeatable = [name for name in CANDIDATES if found[name].repeatable and name not in measured_waits]
-    allowed = [found[name] for name in (repeatable if wish.deterministic else CANDIDATES)]
+    allowed = [found[name] for name in CANDIDATES if name in found]
+    allowed = [one for one in allowed if one.options.get("fragments", 1) <= wish.fragments] or allowed
+    if wish.deterministic:
+        allowed = [one for one in allowed if one.repeatable and one.options.get("wait") != "auto"]  # which is measured
     allowed = [one for one in allowed if not one.seldom] or allowed
-    most = max(one.speed for one in allowed)
-    best = next(one for one in allowed if one.speed >= (1 - EQUAL) * most)
+    exact = found["hetero_ddp"]._replace(speed=now)
+    best = preferred(exact, allowed, wish.gain)
+    other = max(allowed, key=lambda one: one.speed) if best is exact else best
     then = (
-        f"{step}. {best.strategy} would take {_ms(best.step)}, {best.speed / now:.2f} times the samples/s: "
-        f"{'more' if best.speed > (1 + wish.gain) * now else 'not more'} than 1 + gain = {1 + wish.gain:g}."
+        f"{step}. {other.strategy} would take {_ms(other.step)}, {other.speed / now:.2f} times the samples/s: "
+        f"{'not more' if best is exact else 'more'} than 1 + gain = {1 + wish.gain:g}."
     )
-    return Choice(best if best.speed > (1 + wish.gain) * now else None, then)
+    return Choice(None if best is exact else best, then)
 
 
 def _ms(seconds: float) -> str:
@@ -128,10 +171,8 @@ class Setting(NamedTuple):
         one = self.prediction
         return (
             len(self.left_out),
-            not one.exact,
             one.every,
             tuple(WIRES).index(one.wire),
-            not one.repeatable,
             -one.speed,
         )
 
@@ -139,8 +180,8 @@ class Setting(NamedTuple):
 def search(cluster: Cluster, every: int | None = None, wire: str | None = None) -> list[Setting]:
     """The best settings of each strategy, with and without the ranks that slow the job down.
 
-    Of settings that are about as fast as the fastest ones the one counts that costs least otherwise; see ``EQUAL`` and
-    :attr:`Setting.price`.
+    Of a strategy's settings that are about as fast as its fastest ones the one counts that costs least otherwise; see
+    ``EQUAL`` and :attr:`Setting.price`. Of the strategies it recommends the :func:`preferred` one.
 
     Args:
         cluster: the ranks, links and model.
@@ -148,8 +189,8 @@ def search(cluster: Cluster, every: int | None = None, wire: str | None = None) 
         wire: number format between replicas. Default: all are tried.
 
     Returns:
-        The recommended ones, of all strategies; then those of each other strategy, the fastest first, but last those
-        that could exchange too seldom.
+        The recommended ones; then those of each other strategy, the fastest first, but last those that could exchange
+        too seldom.
     """
     found: dict[str, list[Setting]] = {}
     for left_out, some in _with_fewer(cluster):
@@ -157,14 +198,16 @@ def search(cluster: Cluster, every: int | None = None, wire: str | None = None) 
             for format_ in WIRES if wire is None else (wire,):
                 for one in predictions(some, steps, format_):
                     found.setdefault(one.name, []).append(Setting(one, left_out))
-    rows = [_cheapest(settings) for settings in found.values()]
-    best = _cheapest([setting for settings in found.values() for setting in settings])
-    others = [one for one in rows if one.prediction.name != best.prediction.name]
-    return [best, *sorted(others, key=lambda one: (one.prediction.seldom, -one.prediction.speed))]
+    rows = {name: _cheapest(settings) for name, settings in found.items()}
+    usual = [one.prediction for one in rows.values() if not one.prediction.seldom]
+    exact = max((rows[name].prediction for name in BY_LEARNING[0]), key=lambda one: one.speed)
+    best = preferred(exact, usual, AutoLimits().gain).name
+    others = [one for name, one in rows.items() if name != best]
+    return [rows[best], *sorted(others, key=lambda one: (one.prediction.seldom, -one.prediction.speed))]
 
 
 def _cheapest(settings: Sequence[Setting]) -> Setting:
-    """Of those that are about as fast as the fastest one that exchanges often enough."""
+    """Of a strategy's settings that are about as fast as its fastest that exchanges often enough."""
     settings = [one for one in settings if not one.prediction.seldom] or settings
     most = max(one.prediction.speed for one in settings)
     return min((one for one in settings if one.prediction.speed >= (1 - EQUAL) * most), key=lambda one: one.price)

@@ -13,6 +13,7 @@ from typing_extensions import override
 from lightning_hetero import lightning_compat
 from lightning_hetero.algorithms.automatic import AutoAverager
 from lightning_hetero.algorithms.base import Averager
+from lightning_hetero.algorithms.fragments import modules_of
 from lightning_hetero.batching.repartition import Repartition
 from lightning_hetero.batching.reports import Report
 from lightning_hetero.batching.sampler import ShareSampler
@@ -45,12 +46,13 @@ _PAIRS = 4  # links of each kind that are measured, or it would take long on man
 
 @with_options_of(AutoAverager)
 class AutoStrategy(ReplicaStrategy):
-    """Begins as `hetero_ddp`, which is exact, measures, and changes to the fastest strategy if that gains enough.
+    """Begins as `hetero_ddp`, which is exact, measures, and changes to another strategy if that gains enough.
 
     After ``measure`` optimizer steps the ranks measure their links, and put these and the speeds that they have
-    measured in training into the arithmetic of ``lightning-hetero plan``. If a strategy promises more than ``1 + gain``
-    times the samples per second, all ranks go on with it from the next step, in the same fit, and rank 0 says so with
-    the numbers. The choice is in checkpoints: a fit that goes on from one begins with it.
+    measured in training into the arithmetic of ``lightning-hetero plan``. If strategies promise more than ``1 + gain``
+    times the samples per second, all ranks go on with one of them from the next step, in the same fit, and rank 0 says
+    so with the numbers: the one that learns most in a step, unless another is faster by as much again. The choice is in
+    checkpoints: a fit that goes on from one begins with it.
 
     Source: the arithmetic of all-reduce and step times in You et al. 2017 (EASGD on HPC clusters) and Coquelin et al.
     2021 (DASO).
@@ -148,14 +150,14 @@ class AutoStrategy(ReplicaStrategy):
             near, far = (self._measured(pairs, self._size()) for pairs in cluster.pairs_to_measure(self._nodes()))
             measured = replace(unlinked, within=near, between=far)
             step = self._batches() * max(report.compute + report.wait for report in self.accounting.reports)
-            algorithm = self.algorithm
-            wish = AutoLimits(algorithm.gain, algorithm.exact, algorithm.deterministic, algorithm.every, algorithm.wire)
+            own, fragments = self.algorithm, len(modules_of(self._sizes()))
+            wish = AutoLimits(own.gain, own.exact, own.deterministic, own.every, own.wire, fragments)
             self.choice = choose(measured, step, wish)
             if self.choice.prediction is None:
                 self._stay(self.choice.why)
                 return
             self._next = 0
-            self._take(self.choice.prediction.name, self.choice.prediction.options)
+            self._take(self.choice.prediction.string, self.choice.prediction.options)
             rank_zero_info(f"hetero_auto goes on as {self.choice.prediction.strategy}. {self.choice.why}")
             self._begin_replicas()
 
@@ -189,7 +191,12 @@ class AutoStrategy(ReplicaStrategy):
 
     def _size(self) -> int:
         """Bytes of the gradients in fp32."""
-        return sum(4 * p.numel() for p in self.trainer.lightning_module.parameters() if p.requires_grad)
+        return 4 * sum(self._sizes().values())
+
+    def _sizes(self) -> dict[str, int]:
+        """Values of the parameters that are trained, by name."""
+        module = self.trainer.lightning_module
+        return {name: values.numel() for name, values in module.named_parameters() if values.requires_grad}
 
     def _batches(self) -> int:
         """Of an optimizer step."""

@@ -73,7 +73,7 @@ ENTRIES = (
         "hetero_auto",
         AutoStrategy,
         "world",
-        "begins as hetero_ddp, measures, and goes on with what gains most",
+        "begins as hetero_ddp, measures, and goes on with what gains enough",
         "you do not know the links, or do not want to choose",
         f"{_ON_CLUSTERS}; DASO, Coquelin et al. 2021 (the arithmetic)",
     ),

@@ -105,10 +105,10 @@ def test_too_small_a_gain_is_told() -> None:
 
 
 def test_a_choice_that_depends_on_timing_says_so_and_what_to_take_instead() -> None:
-    advice = advise(ALIKE, NODES, 16, 10 * MB, SlowestLinks(FAST, LinkModel(0.0, 100 * MB)))
-    assert advice.strategy.startswith(("DASO", "GossipAsync", "EASGDAsync"))
+    advice = advise(ALIKE, NODES, 16, 3 * MB, SlowestLinks(FAST, LinkModel(0.0, 100 * MB)))
+    assert advice.strategy.startswith("DASO")
     [line] = [line for line in advice.reasons if "depends on timing" in line]
-    cluster = Cluster(((ALIKE[0],) * 2,) * 2, 64, 10e6, FAST, LinkModel(0.0, 100e6))
+    cluster = Cluster(((ALIKE[0],) * 2,) * 2, 64, 3e6, FAST, LinkModel(0.0, 100e6))
     assert f"If they must not: {taken(cluster, deterministic=True)}, " in line
 
 
