@@ -12,7 +12,7 @@ from lightning_hetero.planning.predictions import FRAGMENTS, WIRES, Prediction, 
 _SHORTEST = 1e-9  # seconds of a step, where a device has measured none
 
 #: All strategies, by how much replicas learn from each other in a step, the most first: a single replica, means over
-#: all nodes, a center, and pairs. The comparison with other packages has the losses after equal samples (docs/peers.md).
+#: all nodes, a center, and pairs. docs/peers.md has the losses after equal samples.
 BY_LEARNING = (
     ("ddp", "hetero_ddp"),
     ("hetero_daso", "hetero_node", "hetero_diloco", "hetero_diloco (streaming)"),
