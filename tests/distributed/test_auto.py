@@ -178,7 +178,7 @@ class Deep(Net):
     def __init__(self) -> None:
         super().__init__()
         width = self.net[0].in_features
-        self.net = nn.Sequential(nn.Linear(width, width), nn.Linear(width, width), *self.net)
+        self.net = nn.Sequential(nn.Linear(width, width), nn.Linear(width, width), *self.net).to(self.net[0].weight)
 
 
 def _ends(name: str) -> Any:
