@@ -59,11 +59,14 @@ ALIKE = ("ddp", "ddp_powersgd:rank=4", "post_local_sgd:every=16", "alone", *PEER
 UNEQUAL = (
     "alone",
     "ddp",
+    "post_local_sgd:every=16",
     "accelerate_local_sgd:every=16",
-    "torchft_diloco:every=16",
+    "torchft_diloco:every=16,outer_lr=1.0,outer_momentum=0.0",
     "hivemind_gradients",
     "hivemind_local:every=16",
     "hetero_ddp",
+    "hetero_daso:warmup=0,cooldown=0,patience=1000,wire=bf16,global_every=4,wait=auto",
+    "hetero_diloco:tau=16,outer_lr=1.0,outer_momentum=0.0,wire=int4",
     "hetero_easgd_async:tau=16,moving_rate=auto",
     "hetero_auto:every=16,measure=16",
 )
@@ -76,7 +79,7 @@ AGAINST = (
     f"torchft_diloco:every=16,{NODES},fragments=2,delay=4,blend=0.5",
     "hivemind_local:every=16",
 )
-SPEEDS, FIXED = (0.16, 0.08, 0.04, 0.04), 0.02  # samples per millisecond of unequal devices; seconds of a batch besides
+SPEEDS, FIXED = (0.04, 0.02, 0.01, 0.01), 0.02  # samples per millisecond of unequal devices; seconds of a batch besides
 
 
 def main() -> None:
@@ -89,8 +92,8 @@ def main() -> None:
     )
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, help="of each run, at most; without: 576")
-    parser.add_argument("--limit", type=float, help="seconds of each run; without: 90, or 30 with --unequal")
-    parser.add_argument("--batch", type=int, help="samples per rank and step; without: 2, or 16 with --unequal")
+    parser.add_argument("--limit", type=float, default=90.0, help="seconds of each run")
+    parser.add_argument("--batch", type=int, help="samples per rank and step; without: 2, or 4 with --unequal")
     parser.add_argument("--delay", type=float, default=0.1, help="seconds that a step of alike devices takes at least")
     parser.add_argument("--loss", type=float, default=2.6, help="to be reached on text that nobody trains on")
     parser.add_argument("--equal", type=int, default=320, help="steps after which losses are compared")
@@ -128,8 +131,7 @@ def with_defaults(options: argparse.Namespace) -> None:
     options.contenders = list(options.contenders or (UNEQUAL if unequal else ALIKE))
     options.rates = options.rates or (["200mbit", "1gbit"] if unequal else ["20mbit", "200mbit", "1gbit"])
     options.steps = options.steps or 576
-    options.limit = options.limit or (30.0 if unequal else 90.0)
-    options.batch = options.batch or (16 if unequal else 2)
+    options.batch = options.batch or (4 if unequal else 2)
     if options.search:
         options.contenders = [systems.with_rate(name, rate) for name in options.contenders for rate in options.search]
     options.nodes, options.ranks = (len(SPEEDS), 1) if unequal else (2, 2)
@@ -149,11 +151,11 @@ def headline(options: argparse.Namespace) -> str:
 
 def table(runs: Sequence[outcome.Run], options: argparse.Namespace) -> Any:
     """What the runs on one kind of link come to."""
-    if options.unequal:
-        return outcome.shares(runs, "alone", 0.4 * options.limit)
     goal = outcome.Goal(options.loss, options.equal)
     if options.search:
         return outcome.best_rates(runs, goal)
+    if options.unequal:
+        return Group(outcome.table(runs, options.against[0], goal), outcome.shares(runs, "alone", 0.4 * options.limit))
     return Group(outcome.table(runs, options.against[0], goal), *outcome.pairs(runs, options.against[1:], goal))
 
 
