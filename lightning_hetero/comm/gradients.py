@@ -220,10 +220,7 @@ class LowRankMean(GradientMean):
 
     @override
     def take(self, own: Tensor) -> None:
-        own.add_(self._residual)
-        parts, shapes = own.split(self._sizes), self._matrices
-        matrices = [part.view(shape[:2]) for part, shape in zip(parts, shapes, strict=True) if shape is not None]
-        others = [part for part, shape in zip(parts, shapes, strict=True) if shape is None]
+        matrices, others = self._views(self._residual.add_(own))
         ps = [m @ q for m, q in zip(matrices, self._q, strict=True)]
         *means, plain = self._means([*ps, torch.cat([*others, own[:0]])])
         bases = [torch.linalg.qr(mean).Q for mean in means]
@@ -232,13 +229,18 @@ class LowRankMean(GradientMean):
             m.addmm_(p, q.T, alpha=-1)
         for other in others:
             other.zero_()
-        self._residual.copy_(own)
         for kept, mean in zip(self._q, self._means(qs), strict=True):
             kept.copy_(mean)
+        matrices, others = self._views(own)
         for m, p, q in zip(matrices, bases, self._q, strict=True):
             torch.mm(p, q.T, out=m)
         for other, mean in zip(others, plain.split([len(other) for other in others]), strict=True):
             other.copy_(mean)
+
+    def _views(self, vector: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+        """The gradients in a vector: those that are matrices, and the others."""
+        found = list(zip(vector.split(self._sizes), self._matrices, strict=True))
+        return [part.view(shape[:2]) for part, shape in found if shape], [part for part, shape in found if not shape]
 
     def _means(self, own: Sequence[Tensor]) -> list[Tensor]:
         """The means of some tensors, in one message."""
