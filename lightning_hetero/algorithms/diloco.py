@@ -43,8 +43,8 @@ class OuterAverager(StreamingAverager):
         outer_lr: learning rate of the outer optimizer, which is SGD with Nesterov's momentum. Default: 0.7.
         outer_momentum: its momentum. Default: 0.9.
         outer: instead of these two: makes any other outer optimizer, given parameters.
-        wire: number format of differences: ``"fp32"``, ``"bf16"``, ``"fp16"``, ``"int8"``, ``"int4"`` or
-            ``"topk:0.02"``; sums are taken in fp32.
+        wire: number format of differences: ``"fp32"``, ``"bf16"``, ``"fp16"``, ``"int8"``, ``"int4"``, ``"2bit"``
+            or ``"topk:0.02"``; sums are taken in fp32.
         tau_max: the largest tau that ``"auto"`` chooses. Default: 500.
         fragments: parts of the model that take turns: a number, of sizes as equal as its modules allow, or
             ``"blocks"``: one for each of its repeated blocks, such as a transformer's layers. Fragment p of P exchanges

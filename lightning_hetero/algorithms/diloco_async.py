@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_hetero.algorithms.async_center import AsyncCenterAverager, Views, check_home
+from lightning_hetero.algorithms.async_center import AsyncCenterAverager, ExchangeRates, Views, check_home
 from lightning_hetero.algorithms.base import Outcome, StepContext
 from lightning_hetero.algorithms.fragments import Fragments, partition
 from lightning_hetero.algorithms.state import Own, PerReplica, Scratch, Shared, model_values, zeros
@@ -24,16 +24,17 @@ from lightning_hetero.comm.centers.rounds import Quorum
 from lightning_hetero.comm.columns import Layout
 from lightning_hetero.comm.compression import Feedback, check_wire
 from lightning_hetero.comm.object_collectives import finite
-from lightning_hetero.errors import ConfigurationError
+from lightning_hetero.errors import CheckpointError, ConfigurationError
 from lightning_hetero.replicas.vectors import Replica
 
 
 class FragmentVectors(NamedTuple):
-    """Vectors of a center that belong to one fragment of the model, and the table of speeds, which belongs to all.
+    """Vectors of a center that belong to one fragment of the model, and the tables of replicas, which belong to all.
 
     Attributes:
         c: the values.
         speeds: steps per second of each replica.
+        late: parts of each replica that came after their round had closed.
         m: their momentum.
         s: a sum of what has arrived.
         arrivals: their number, a view of one value.
@@ -42,6 +43,7 @@ class FragmentVectors(NamedTuple):
 
     c: Sequence[Tensor]
     speeds: Tensor
+    late: Tensor
     m: Sequence[Tensor]
     s: Sequence[Tensor]
     arrivals: Tensor
@@ -54,10 +56,11 @@ class OuterRule(CenterRule, ABC):
     Buffers move towards those of the arrival by its weight: so a variance stays above 0, which sums of differences from
     old centers would not promise.
 
-    The vectors of the center are those of ``c``; a table of the replicas' speeds; those of the momentum ``m``; those of
-    a sum ``s``; the number of arrivals of each fragment since its momentum has moved; and the number of its rounds that
-    have closed. A client sends ``d``, what its steps have changed in the fragment, before its weight, its buffers, and
-    a table that is 0 but for its own speed, and gets the values to go on from and the table of all.
+    The vectors of the center are those of ``c``; a table of the replicas' speeds; one of how often they were late;
+    those of the momentum ``m``; those of a sum ``s``; the number of arrivals of each fragment since its momentum has
+    moved; and the number of its rounds that have closed. A client sends ``d``, what its steps have changed in the
+    fragment, before its weight, its buffers, and two tables that are 0 but for itself: its own speed, and 1. It gets
+    the values to go on from and the tables of all.
 
     Args:
         replicas: N.
@@ -82,23 +85,23 @@ class OuterRule(CenterRule, ABC):
 
     @override
     def travelling(self, center: Sequence[T]) -> Sequence[T]:
-        count = (len(center) - 3) // 3
-        return [*center[:count][self._vectors], center[count]]
+        count = (len(center) - 4) // 3
+        return [*center[:count][self._vectors], *center[count : count + 2]]
 
     @override
     def measure(self, values: Sequence[Tensor], center: Sequence[Tensor]) -> float:
-        arriving, statistics = self._views(values[:-1])
+        arriving, statistics = self._views(values[:-2])
         square = sum(float(step.square().sum()) for step in arriving)
         return square if finite(statistics) else math.nan
 
     @override
     def move(self, values: Sequence[Tensor], center: Sequence[Tensor], push: float, square: float) -> None:
         fragment = self._fragment_of(center)
-        torch.where(values[-1] > 0, values[-1], fragment.speeds, out=fragment.speeds)
-        (arriving, statistics), own = self._views(values[:-1]), self._views(fragment.c)[1]
+        torch.where(values[-2] > 0, values[-2], fragment.speeds, out=fragment.speeds)
+        arriving, statistics = self._views(values[:-2])
         if push and math.isfinite(square):
-            for part, arrived in zip(own, statistics, strict=True):
-                part.lerp_(arrived, push)
+            for each in zip(*self._buffers_in(center), statistics, strict=True):
+                self.take_buffer(*each, weight=push)
             last = self.count(fragment.arrivals)
             for each in zip(*self._parameters_in(center), arriving, strict=True):
                 self.step(*each, weight=push, last=last)
@@ -107,22 +110,27 @@ class OuterRule(CenterRule, ABC):
     def answer(self, values: Sequence[Tensor], center: Sequence[Tensor]) -> None:
         """Overwrite values with those that a replica goes on from."""
         fragment = self._fragment_of(center)
-        for value, own in zip(values, (*fragment.c, fragment.speeds), strict=True):
+        for value, own in zip(values, (*fragment.c, fragment.speeds, fragment.late), strict=True):
             value.copy_(own)
         momenta = self._views(fragment.m)[0]
-        for start, momentum in zip(self._views(values[:-1])[0], momenta, strict=True):
+        for start, momentum in zip(self._views(values[:-2])[0], momenta, strict=True):
             self.look_ahead(start, momentum)
 
     def _fragment_of(self, center: Sequence[Tensor]) -> FragmentVectors:
-        count = (len(center) - 3) // 3
-        groups = center[:count], center[count + 1 : 2 * count + 1], center[2 * count + 1 : -2]
+        count = (len(center) - 4) // 3
+        groups = center[:count], center[count + 2 : 2 * count + 2], center[2 * count + 2 : -2]
         c, m, s = (group[self._vectors] for group in groups)
-        return FragmentVectors(c, center[count], m, s, center[-2][self._fragment], center[-1][self._fragment])
+        speeds, late, arrivals, rounds = *center[count : count + 2], *center[-2:]
+        return FragmentVectors(c, speeds, late, m, s, arrivals[self._fragment], rounds[self._fragment])
 
     def _parameters_in(self, center: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
         """The values of the fragment's parameters in ``c``, ``m`` and ``s``."""
         fragment = self._fragment_of(center)
         return self._views(fragment.c)[0], self._views(fragment.m)[0], self._views(fragment.s)[0]
+
+    def _buffers_in(self, center: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+        fragment = self._fragment_of(center)
+        return self._views(fragment.c)[1], self._views(fragment.m)[1], self._views(fragment.s)[1]
 
     def count(self, arrivals: Tensor) -> bool:
         """Count an arrival; whether N have come since the last one of N had."""
@@ -142,6 +150,10 @@ class OuterRule(CenterRule, ABC):
             weight: of the arrival; those of N replicas add up to 1.
             last: whether N replicas have arrived since the last one of N had.
         """
+
+    def take_buffer(self, c: Tensor, m: Tensor, s: Tensor, arrived: Tensor, weight: float) -> None:
+        """Move a buffer of the center; ``m`` and ``s`` are at the rule's disposal."""
+        c.lerp_(arrived, weight)
 
     def look_ahead(self, start: Tensor, m: Tensor) -> None:
         """Move the values that a replica goes on from."""
@@ -221,6 +233,7 @@ class RoundStep(OuterRule, RoundRule):
     """Nesterov's momentum once in a round: the outer step of synchronous DiLoCo, without those that are late.
 
     ``s <- s + w_i d_i`` with each arrival; ``m <- mu m + s;  c <- c + lr (s + mu m);  s <- 0`` when the round closes.
+    Buffers then take the mean of the arrivals, and of their old values for weights that are missing.
 
     Source: DiLoCo, Douillard et al. 2023, algorithm 1; the quorum with a time of grace is that of Decoupled DiLoCo
     (arXiv:2604.21428).
@@ -243,8 +256,17 @@ class RoundStep(OuterRule, RoundRule):
         return False
 
     @override
-    def arrive(self, center: Sequence[Tensor]) -> None:
-        self._fragment_of(center).arrivals.add_(1)
+    def take_buffer(self, c: Tensor, m: Tensor, s: Tensor, arrived: Tensor, weight: float) -> None:
+        s.add_(arrived, alpha=weight)
+        m.add_(weight)
+
+    @override
+    def arrive(self, values: Sequence[Tensor], center: Sequence[Tensor], late: bool) -> None:
+        fragment = self._fragment_of(center)
+        if late:
+            fragment.late.add_(values[-1])
+        else:
+            fragment.arrivals.add_(1)
 
     @override
     def rounds(self, center: Sequence[Tensor]) -> tuple[int, int]:
@@ -257,6 +279,10 @@ class RoundStep(OuterRule, RoundRule):
         for c, m, s in zip(*self._parameters_in(center), strict=True):
             m.mul_(self.momentum).add_(s)
             c.add_(s.add_(m, alpha=self.momentum), alpha=self.lr)
+            s.zero_()
+        for c, weight, s in zip(*self._buffers_in(center), strict=True):  # with late ones it may be above 1
+            c.mul_((1 - weight).clamp_(min=0)).add_(s.div_(weight.clamp(min=1)))
+            weight.zero_()
             s.zero_()
         arrivals.zero_()
         closed.add_(1)
@@ -320,9 +346,10 @@ class OuterAsyncAverager(AsyncCenterAverager):
         quorum: replicas for which an outer step waits. What a late replica brings takes part in the next outer step.
             With all of them it is the synchronous outer step of ``hetero_diloco``. Default: none waits.
         patience: how much longer an outer step waits for the others, as a part of the time from one outer step to a
-            quorum for the next. Default: 0.1.
+            quorum for the next. Default: 0.1. Only with a quorum.
 
     Raises:
+        CheckpointError: on resuming: the run that was saved had another ``momentum_rule``, or one of the two a quorum.
         ConfigurationError: a value that cannot work; when training starts: more fragments than modules, or a quorum of
             more replicas than there are.
         UnsupportedError: when the ranks have met: the center cannot live there.
@@ -336,11 +363,14 @@ class OuterAsyncAverager(AsyncCenterAverager):
     gradient_sum = Shared[list[Tensor]](zeros)
     arrivals = Shared[Tensor](lambda averager: torch.zeros(len(averager.replica.fragments), dtype=torch.float64))
     closed_rounds = Shared[Tensor](lambda averager: torch.zeros(len(averager.replica.fragments), dtype=torch.float64))
+    rule = Shared[str](lambda averager: averager.rule_name)
     speeds = PerReplica[Tensor](lambda averager: torch.zeros(averager.links.count, dtype=torch.float64))
+    late = PerReplica[Tensor](lambda averager: torch.zeros(averager.links.count, dtype=torch.float64))
     begun_from = Own[list[Tensor]](model_values)
     last_step = Own[int](-1)
     local_steps = Own[int](lambda averager: averager.tau)
     visits = Own[int](0)
+    visits_before = Own[int](0)  # with a quorum: those that the steps before this fit stand for
     feedback = Scratch[Feedback | None](
         lambda averager: averager.make_feedback(), "error feedback, which is what earlier messages have left out"
     )
@@ -376,11 +406,16 @@ class OuterAsyncAverager(AsyncCenterAverager):
         self._cut = partition(self.fragments)
 
     def _check_quorum(self) -> None:
-        if self.quorum is None:
-            return
-        at_least_one("quorum", self.quorum)
         if not is_number(self.patience) or self.patience < 0:
             raise ConfigurationError(f"patience={self.patience!r}: it must be a part of a round, at least 0.")
+        if self.quorum is None:
+            if self.patience != type(self).patience:
+                raise ConfigurationError(
+                    f"patience={self.patience!r} without a quorum: nobody waits. Give quorum, such as all replicas but "
+                    "one, or leave patience out."
+                )
+            return
+        at_least_one("quorum", self.quorum)
         others = {"momentum_rule": "delayed_nesterov", "follow_speed": None, "center": "auto"}
         fitting = {"momentum_rule": (), "follow_speed": (False,), "center": ("thread",)}
         for name, usual in others.items():
@@ -389,6 +424,11 @@ class OuterAsyncAverager(AsyncCenterAverager):
                     f"{name}={given!r} with quorum={self.quorum}: all replicas take tau={self.tau} steps in a round, "
                     f"whose outer step has Nesterov's momentum, in a thread. Leave {name} out, or quorum."
                 )
+
+    @property
+    def rule_name(self) -> str:
+        """The rule of the outer step, which gives the center's momentum and sum their meaning."""
+        return f"momentum_rule={self.momentum_rule!r}" if self.quorum is None else "a quorum"
 
     def make_feedback(self) -> Feedback | None:
         """Memory for what messages of this replica leave out; ``None``: they leave out nothing."""
@@ -411,9 +451,12 @@ class OuterAsyncAverager(AsyncCenterAverager):
 
     @override
     def prepare(self) -> Outcome | None:
+        survives = hasattr(self, "_parts")  # a loss, after which all that remain are the quorum
         self._parts = [(vectors, self.replica.part(vectors)) for vectors in self.replica.fragments]
         self._given = [torch.empty_like(value) for value in self.last_center]
-        if (self.quorum or 0) > self.links.count and not self.visits:  # after a loss, all that remain are the quorum
+        self._lost = False  # replicas, just now
+        self._late = self.late  # as this replica last saw it
+        if (self.quorum or 0) > self.links.count and not survives:
             raise ConfigurationError(
                 f"quorum={self.quorum}: there are {self.links.count} replicas. Use at most as many."
             )
@@ -422,13 +465,15 @@ class OuterAsyncAverager(AsyncCenterAverager):
     @property
     @override
     def center_vectors(self) -> list[Tensor]:
-        return [*self.last_center, self.speeds, *self.momentum, *self.gradient_sum, self.arrivals, self.closed_rounds]
+        tables, counts = (self.speeds, self.late), (self.arrivals, self.closed_rounds)
+        return [*self.last_center, *tables, *self.momentum, *self.gradient_sum, *counts]
 
     @property
     @override
     def center_layout(self) -> Layout:
-        layout = super().center_layout
-        return [*layout, {"": self.speeds}, *layout, *layout, {"": self.arrivals}, {"": self.closed_rounds}]
+        layout, tables = super().center_layout, (self.speeds, self.late)
+        counts = self.arrivals, self.closed_rounds
+        return [*layout, *({"": each} for each in tables), *layout, *layout, *({"": each} for each in counts)]
 
     @property
     @override
@@ -439,6 +484,7 @@ class OuterAsyncAverager(AsyncCenterAverager):
     def before_save(self) -> None:
         super().before_save()
         self._resumed = math.nan
+        self._late = self.late
 
     @override
     def consensus(self, context: StepContext) -> list[Tensor]:
@@ -461,7 +507,7 @@ class OuterAsyncAverager(AsyncCenterAverager):
         if self.last_step < 0:
             self.last_step = context.step
             if self.quorum is not None:
-                self.visits = self._visits_by(context.step)
+                self.visits, self.visits_before = 0, self._visits_by(context.step)
 
     @override
     def after_step(self, context: StepContext) -> Outcome | None:
@@ -476,7 +522,7 @@ class OuterAsyncAverager(AsyncCenterAverager):
 
     def _is_due(self, step: int) -> bool:
         if self.quorum is not None:  # at the same steps everywhere, so that nobody waits for one that will not come
-            return self.visits < self._visits_by(step)
+            return self.visits_before + self.visits < self._visits_by(step)
         return step - self.last_step >= self._steps_to_next()
 
     def _visits_by(self, step: int) -> int:
@@ -490,13 +536,14 @@ class OuterAsyncAverager(AsyncCenterAverager):
 
     @property
     def _next_fragment(self) -> tuple[int, tuple[slice, Replica]]:
-        p = (self.visits + 1) % len(self._parts)
+        p = (self.visits_before + self.visits + 1) % len(self._parts)
         return p, self._parts[p]
 
     def _visit(self, context: StepContext) -> None:
         """Bring the outer gradient of the next fragment to the center, and go on from there."""
         p, (vectors, replica) = self._next_fragment
-        moved, begun_from, speeds = self._given[vectors], self.begun_from[vectors], torch.zeros_like(self.speeds)
+        moved, begun_from = self._given[vectors], self.begun_from[vectors]
+        speeds, late = torch.zeros_like(self.speeds), torch.zeros_like(self.late)
         self._packed[vectors] = packed = replica.pack(self._packed[vectors])
         for out, value, start in zip(moved, packed, begun_from, strict=True):
             torch.sub(value.to("cpu", start.dtype), start, out=out)
@@ -509,7 +556,9 @@ class OuterAsyncAverager(AsyncCenterAverager):
             for out in moved:
                 out.zero_()
         speeds[self.links.index] = 1 / median(self._seconds) if self._seconds else 0.0
-        seen = self._client.push_pull([*moved, speeds], push, p, self._rounds_of(p, self.visits + 1))()
+        late[self.links.index] = 1
+        seen = self._client.push_pull([*moved, speeds, late], push, p, self._rounds_of(p, self.visits + 1))()
+        self._late = late
         self._rates.observe(seen.counts)
         self._distance = math.sqrt(seen.square)
         for start, value in zip(begun_from, moved, strict=True):
@@ -521,19 +570,46 @@ class OuterAsyncAverager(AsyncCenterAverager):
         self.visits, self.last_step, self.local_steps = self.visits + 1, context.step, self._steps_by(speeds)
 
     def _rounds_of(self, p: int, visits: int) -> int:
-        """Of so many visits, those with a fragment."""
-        count = len(self._parts)
-        return (visits + count - (p or count)) // count
+        """Of so many visits in this fit, those with a fragment."""
+        count, before = len(self._parts), self.visits_before
+        skip = count - (p or count)
+        return (before + visits + skip) // count - (before + skip) // count
 
     def _steps_by(self, speeds: Tensor) -> int:
         """Local steps by speed; the same on all ranks of the replica, unless each has a shard, and its own table."""
         own, most = float(speeds[self.links.index]), float(speeds.max())
-        follows = self.follow_speed is not False and self.quorum is None
+        follows = self.follow_speed in (None, True) and self.quorum is None  # 0 is False
         return max(round(self.tau * own / most), 1) if follows and own and most else self.tau
 
     @override
     def status(self, step: int) -> dict[str, float | str]:
-        return {**super().status(step), "local_steps": float(self.local_steps)}
+        late = {} if self.quorum is None else {f"late/replica{i}": float(n) for i, n in enumerate(self._late)}
+        return {**super().status(step), "local_steps": float(self.local_steps), **late}
+
+    @override
+    def after_restore(self) -> None:
+        if self.rule != self.rule_name:
+            raise CheckpointError(
+                f"The checkpoint was saved with {self.rule}, here it is {self.rule_name}: the center's momentum has "
+                "another meaning. Resume with the quorum and the momentum_rule of the run that was saved; or load the "
+                "weights into the model, and begin a fit without the checkpoint."
+            )
+        begins = self.last_step < 0
+        if self.quorum is not None and not self._lost and (begins or self.local_steps != self.tau):
+            # All are at one step, and no round is open: rounds begin again.
+            if begins:  # the weights that all begin from hold what waited for its outer step
+                self._forget_waiting()
+            self.last_step, self.local_steps = -1, self.tau
+            self.arrivals.zero_()
+            self.closed_rounds.zero_()
+            self.counts = [0] * self.links.count
+            self._rates = ExchangeRates(self.links.index)
+        self._lost, self._late = False, self.late
+        super().after_restore()
+
+    def _forget_waiting(self) -> None:
+        for waiting in (*self.gradient_sum, *self.replica.views(self.momentum)[1]):  # there are weights of buffers
+            waiting.zero_()
 
     @override
     def after_loss(self, former: Mapping[str, Any], step: int, context: StepContext) -> None:
@@ -547,6 +623,7 @@ class OuterAsyncAverager(AsyncCenterAverager):
             self.arrivals.zero_()
             for p, closed in enumerate(self.closed_rounds):
                 closed.clamp_(min=self._rounds_of(p, max(self.counts)))
+        self._lost = True
         super().after_loss(former, step, context)
 
     @override
@@ -556,5 +633,4 @@ class OuterAsyncAverager(AsyncCenterAverager):
         for start, value in zip(self.begun_from, self.replica.pack(), strict=False):
             start.copy_(value)
         if self.quorum is not None:  # what waited for its outer step when all last looked
-            for waiting in self.gradient_sum:
-                waiting.zero_()
+            self._forget_waiting()

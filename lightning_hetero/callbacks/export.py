@@ -33,6 +33,7 @@ METRICS: dict[str, str] = {
     "local_steps": "asynchronous DiLoCo: steps of this replica from one exchange to the next",
     "center_distance": "distance of this replica from the center",
     "exchanges_per_s/replica{i}": "exchanges of a replica with the center per second",
+    "late/replica{i}": "asynchronous DiLoCo with a quorum: parts of a replica so far that joined a later outer step",
     "peer_distance": "gossip: distance from the latest peer",
     "missed": "gossip: exchanges that did not come about",
     "met/replica{i}": "gossip: exchanges with a replica so far",

@@ -37,7 +37,7 @@ class Encoding(ABC):
 
         import torch
 
-        from lightning_hetero.comm.encodings import encoding_of
+        from lightning_hetero.comm.compression import encoding_of
 
         encoding, values = encoding_of("int8"), torch.randn(1000)
         message, arrived = torch.empty(encoding.bytes(1000), dtype=torch.uint8), torch.zeros(1000)

@@ -7,17 +7,19 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
 from lightning_hetero.algorithms.async_center import ExchangeRates
 from lightning_hetero.algorithms.base import StepContext
-from lightning_hetero.algorithms.diloco_async import DelayedNesterov, OuterAsyncAverager
+from lightning_hetero.algorithms.diloco_async import DelayedNesterov, OuterAsyncAverager, RoundStep
 from lightning_hetero.algorithms.easgd_async import AsyncElasticAverager
 from lightning_hetero.comm.all_reduce import Traffic
 from lightning_hetero.comm.centers import client
 from lightning_hetero.comm.centers.base import Center, CenterLayout, PushPull, push_center, subtract_center
+from lightning_hetero.comm.centers.rounds import Quorum
 from lightning_hetero.replicas.vectors import Replica
 
 PERIODS, TARGETS = [1.0, 1.0, 4.0], [0.0, 0.0, 1.0]  # the third worker comes four times more rarely
@@ -176,12 +178,12 @@ def _views(flats: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
 
 
 def _center(value: float) -> list[Tensor]:
-    zeros = [torch.zeros(2, dtype=torch.float64) for _ in range(3)]
+    zeros = [torch.zeros(2, dtype=torch.float64) for _ in range(4)]
     return [torch.full((2,), value, dtype=torch.float64), *zeros, *torch.zeros(2, 1, dtype=torch.float64)]
 
 
 def _arrive(rule: DelayedNesterov, center: list[Tensor], change: float, buffer: float) -> float:
-    values = [torch.tensor([change, buffer], dtype=torch.float64), torch.tensor([1.0, 0.0], dtype=torch.float64)]
+    values = [torch.tensor([change, buffer], dtype=torch.float64), *torch.eye(2, dtype=torch.float64)]
     square = rule.measure(values, center)
     rule.move(values, center, 0.25, square)
     return square
@@ -200,6 +202,18 @@ def test_a_variance_stays_between_those_that_arrive() -> None:
     assert 0.05 < center[0][1] < 0.1
 
 
+@pytest.mark.parametrize("arrivals", [2, 4, 5])
+def test_a_round_gives_buffers_the_mean_of_its_arrivals(arrivals: int) -> None:
+    rule, center = RoundStep(Quorum(2, 0.0), 4, 1.0, 0.0, _views), _center(1.0)
+    for _ in range(2):  # nothing of a round is left in the next one
+        before, brought = float(center[0][1]), [0.1 * (i + 1) for i in range(arrivals)]
+        for buffer in brought:
+            _arrive(rule, center, 0.0, buffer)
+        rule.close(center)
+        weights = [0.25 * max(4 - arrivals, 0), *[0.25] * arrivals]  # of five one was late
+        assert float(center[0][1]) == pytest.approx(np.average([before, *brought], weights=weights), abs=1e-12)
+
+
 class AfterLoss(NoLinks):
     def gather_of_replicas(self, value: int) -> list[int]:
         return [value + 5, value]
@@ -211,7 +225,7 @@ def test_what_a_visit_has_brought_counts_once_if_only_its_answer_was_lost(answer
     averager.replica, averager.links = averager.make_replica(module), AfterLoss(1, 2)  # type: ignore[assignment]
     averager._parts = [(vectors, averager.replica.part(vectors)) for vectors in averager.replica.fragments]
     averager.begun_from = [value - 1 for value in averager.replica.pack()]
-    averager.visits, averager.commits, averager.counts = 4, 0, [9, 4 if answered else 5]
+    averager.visits, averager.visits_before, averager.commits, averager.counts = 4, 0, 0, [9, 4 if answered else 5]
     averager.after_loss({}, 0, StepContext(16, False, [1, 1]))
     to_bring = [float((x - c).mean()) for x, c in zip(averager.replica.pack(), averager.begun_from, strict=True)]
     assert to_bring == [1.0, 1.0 if answered else 0.0]  # of the first fragment, and of the one whose turn it was

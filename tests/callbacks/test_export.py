@@ -34,7 +34,7 @@ KINDS: dict[type, dict[str, Any]] = {
     DASOStrategy: {"warmup": 2, "cooldown": 2, "ranks_per_node": 1},
     EASGDStrategy: {"tau": 4},
     DiLoCoStrategy: {"tau": "auto", "tau_max": 4},
-    DiLoCoAsyncStrategy: {"tau": 4},
+    DiLoCoAsyncStrategy: {"tau": 4, "quorum": 1},
     GossipStrategy: {"every_n_steps": 2},
 }
 

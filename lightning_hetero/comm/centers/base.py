@@ -102,8 +102,8 @@ class RoundRule(CenterRule, ABC):
         """The number of push-pulls of the open round that have come, and of the rounds that have closed."""
 
     @abstractmethod
-    def arrive(self, center: Sequence[Tensor]) -> None:
-        """Count a push-pull of the open round, which waits now. One that is late does not count."""
+    def arrive(self, values: Sequence[Tensor], center: Sequence[Tensor], late: bool) -> None:
+        """Count a push-pull, before the center moves: of the open round, unless it is late."""
 
     @abstractmethod
     def close(self, center: Sequence[Tensor]) -> None:

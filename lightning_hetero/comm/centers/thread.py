@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
-from typing import NamedTuple, TypeGuard, cast
+from typing import NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -578,10 +578,10 @@ class ThreadCenter(Center):
                 )
             rule = self.parts[part].rule
             square = rule.measure(values, rule.travelling(self._values))
-            learned = self._receive(0, values, push, square, rule)
-            if not self._waits(rule, turn):
+            waits = self._waits(rule, turn)
+            learned = self._receive(0, values, push, square, rule, turn)
+            if not isinstance(rule, RoundRule) or not waits:
                 return learned
-            rule.arrive(self._values)
             self._close_rounds()
             if self._wakeup is not None and self._server is not None:
                 self._wakeup.interrupt()  # it answers the others, and knows when patience ends
@@ -602,7 +602,7 @@ class ThreadCenter(Center):
                 f"rank {self.layout.rank} cannot keep the center any longer: {cause(self._error)}"
             ) from self._error
 
-    def _waits(self, rule: CenterRule, turn: int) -> TypeGuard[RoundRule]:
+    def _waits(self, rule: CenterRule, turn: int) -> bool:
         """Whether a push-pull of a round is answered later, when the round has closed."""
         return isinstance(rule, RoundRule) and turn > rule.rounds(self._values)[1]
 
@@ -621,8 +621,10 @@ class ThreadCenter(Center):
         return min(waits, default=None)
 
     def _receive(
-        self, index: int, difference: Sequence[Tensor], push: float, square: float, rule: CenterRule
+        self, index: int, difference: Sequence[Tensor], push: float, square: float, rule: CenterRule, turn: int
     ) -> PushPull:
+        if isinstance(rule, RoundRule):
+            rule.arrive(difference, self._values, late=not self._waits(rule, turn))
         rule.move(difference, self._values, push, square)
         self._counts[index] += 1
         self._pass_on(index)
@@ -662,9 +664,8 @@ class ThreadCenter(Center):
                     square = rule.measure(difference, centers[part])
                     if not wire.round_difference(difference):
                         square = math.inf
-                    learned = self._receive(index, difference, push, square, rule)
-                    if waits := self._waits(rule, int(turn)):
-                        rule.arrive(self._values)
+                    waits = self._waits(rule, int(turn))
+                    learned = self._receive(index, difference, push, square, rule, int(turn))
                 if waits:
                     self._unanswered.append(_Unanswered(rank, part, int(turn), learned))
                 else:
