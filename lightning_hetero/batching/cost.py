@@ -412,10 +412,7 @@ class CurveEstimator:
 
 
 def _residual(size: Any, seconds: Any) -> float:
-    """Root of the mean squared deviation of times from the best line with ``a >= 0`` and ``k >= 0``, relative to them.
-
-    Some times are left out, those that are farthest from the best line through all.
-    """
+    """Relative RMS of times off the best line with ``a >= 0`` and ``k >= 0``, without those that are farthest off."""
     kept = np.ones(len(size), bool)
     for left_out in (CostEvidence.STALLED, 0.0):
         x, t = size[kept], seconds[kept]

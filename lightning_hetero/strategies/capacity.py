@@ -179,14 +179,7 @@ def _name_of(device: torch.device) -> str:
 
 @dataclass
 class _Search:
-    """The search for the largest batch of each rank.
-
-    Attributes:
-        trainer: runs the fit.
-        collectives: of the strategy.
-        batches: makes batches to try.
-        least: samples that a rank takes at least.
-    """
+    """The search for the largest batch of each rank, which takes ``least`` samples at least."""
 
     trainer: "pl.Trainer"
     collectives: Collectives
@@ -516,12 +509,7 @@ class Batches:
 
 
 class _Head(IterableDataset):
-    """The first samples of a stream that can be read again, and again if it has too few.
-
-    Args:
-        stream: of the user's.
-        samples: how many to yield.
-    """
+    """The first samples of a stream that can be read again, and again if it has too few."""
 
     def __init__(self, stream: Iterable[Any], samples: int) -> None:
         self._stream, self._samples = stream, samples
@@ -545,13 +533,7 @@ def _size_of(loader: Any) -> int:
 
 
 def _load(loader: Any, first: Sequence[Any] | None, samples: int) -> Any:
-    """A loader's part of a batch.
-
-    Args:
-        loader: of the fit.
-        first: indices of the samples; ``None``: it reads a stream.
-        samples: how many.
-    """
+    """A loader's part of a batch: of the samples with these indices, or of a stream where there are none."""
     like, given = loader, dict[str, Any]()
     if first is None:
         like = loader.like

@@ -246,13 +246,7 @@ def _prepare(results: Any, metric: Any, samples: float | None) -> None:
 
 
 def _explain(results: Any, name: str, tell: Callable[[str], None]) -> None:
-    """Let it be told if no value of a mean over an epoch counts.
-
-    Args:
-        results: the Trainer's collection of logged values.
-        name: of the value.
-        tell: called with the name if the mean is not a number for that reason.
-    """
+    """Call ``tell`` with the name if a mean over an epoch is not a number because none of its values counts."""
     for metric in results.values():
         if metric.meta.name != name or not (metric.is_tensor and metric.meta.is_mean_reduction):
             continue
@@ -301,11 +295,7 @@ class MonitoredMetrics:
             self._hooks.restore()
 
     def _agree(self, place: str) -> None:
-        """Make what is monitored the same on all ranks (collective).
-
-        Args:
-            place: ``"evaluation"``, ``"epoch"`` or ``"step"``.
-        """
+        """Make what is monitored the same on all ranks at an evaluation, epoch or step (collective)."""
         nothing = self._found.get(place) == set() and self._names <= self._known
         if self._collectives.alone() or (nothing and place != "evaluation"):
             return

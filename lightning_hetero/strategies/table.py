@@ -269,11 +269,7 @@ def _shown(asked: object) -> str:
 
 
 def _explain(asked: object) -> None:
-    """Raise an error if a string was meant to be one of these, or if a class is given in place of its instance.
-
-    Raises:
-        ConfigurationError: names the nearest string, and its class.
-    """
+    """Raise an error if a string was meant to be one of these, or if a class is given in place of its instance."""
     if isinstance(asked, type) and _is_ours(asked):
         given = asked.__name__
         raise ConfigurationError(f"strategy={given} is a class: give an instance, strategy={given}(...).")
@@ -292,11 +288,7 @@ def _explain(asked: object) -> None:
 
 
 def _refuse_in_fabric(asked: object) -> None:
-    """Raise an error if Fabric is given one of these strategies.
-
-    Raises:
-        UnsupportedError: says where they belong.
-    """
+    """Raise an error if Fabric is given one of these strategies."""
     if _meant(asked) is not None:
         raise UnsupportedError(
             f"strategy={_shown(asked)} for Fabric: the strategies of lightning_hetero are for the Trainer, which tells "
@@ -306,11 +298,7 @@ def _refuse_in_fabric(asked: object) -> None:
 
 
 def _refuse_apart(asked: object) -> None:
-    """Raise an error if the Trainer of another package is given one of these strategies.
-
-    Raises:
-        ConfigurationError: says what to do.
-    """
+    """Raise an error if the Trainer of another package is given one of these strategies."""
     if _meant(asked) is not None:
         raise ConfigurationError(
             f"strategy={_shown(asked)} for the Trainer of pytorch_lightning: strategies of lightning_hetero are made "
