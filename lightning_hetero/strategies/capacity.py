@@ -102,7 +102,7 @@ class Capacity:
         if (loaders := lightning_compat.combined_loader(trainer)) is None:
             raise UnsupportedError("max_batch_size='auto' tries batches where a fit begins; its data are not set up.")
         batches = Batches(loaders)
-        memory = memory_of(self.options, trainer.world_size, trainer.global_rank)
+        memory = memory_per_rank(self.options.max_batch_memory, trainer.world_size)[trainer.global_rank]
         basis = [*gather([_name_of(trainer.strategy.root_device), memory], "devices and their memory"), batches.total]
         found = self._known(basis, module)
         searches = found is None
@@ -144,7 +144,7 @@ def problem(options: Options, trainer: "pl.Trainer") -> HeteroError | None:
     """The reason why this rank cannot search for its largest batch; ``None`` if it can."""
     device = trainer.strategy.root_device
     try:
-        memory = memory_of(options, trainer.world_size, trainer.global_rank)
+        memory = memory_per_rank(options.max_batch_memory, trainer.world_size)[trainer.global_rank]
     except HeteroError as error:
         return error
     if memory is None and device.type != "cuda":
@@ -159,11 +159,6 @@ def problem(options: Options, trainer: "pl.Trainer") -> HeteroError | None:
             "would train. Give max_batch_size as numbers."
         )
     return None
-
-
-def memory_of(options: Options, world: int, rank: int) -> int | None:
-    """Bytes that a step may take on a rank, if they are limited."""
-    return memory_per_rank(options.max_batch_memory, world)[rank]
 
 
 def _name_of(device: torch.device) -> str:

@@ -194,17 +194,13 @@ def weigh_logged(
         elif found is not None and (not results.training or (passes and passes.several)):
             # Lightning may look into the batch of the step before, or of one pass.
             batch_size = int(found)
-        with collectives.weighing(lambda: found, None if given is None else name, _words(fx, name)), kept:
+        with collectives.weighing(lambda: found, None if given is None else name, f"what {fx} logs as {name!r}"), kept:
             plain(value, *args, batch_size=batch_size, **kwargs)
         _prepare(results, logged_metric(results, fx, name, indexed), found)
         if given == 0:
             _explain(results, name, collectives.explain_nan)
 
     results.log = log if passes is None else partial(passes.take, log)
-
-
-def _words(fx: str, name: str) -> str:
-    return f"what {fx} logs as {name!r}"
 
 
 def restore_logged(results: Any | None) -> None:

@@ -228,13 +228,12 @@ class ReplicaStrategy(HeteroStrategy):
     def finish(self) -> None:
         """Make all replicas equal, at the end of the fit (collective)."""
         if self.engine.averages:
-            outcome, values = collective("make replicas equal", self._finished)
+            outcome, values = collective(
+                "make replicas equal", lambda: (self.engine.finish(), self.engine.own_values())
+            )
             say_outcome(outcome, type(self).__name__)
             self.engine.running.replica.unpack(values)
             self._broadcast_values()  # also what does not travel
-
-    def _finished(self) -> tuple[Outcome | None, list[Tensor]]:
-        return self.engine.finish(), self.engine.own_values()
 
     def rest(self) -> None:
         """After :meth:`finish`: only statistics, such as BatchNorm's, still change (collective)."""
