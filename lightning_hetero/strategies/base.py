@@ -31,7 +31,7 @@ from lightning_hetero.comm.object_collectives import portable
 from lightning_hetero.comm.retry import collective
 from lightning_hetero.comm.topology import Topology
 from lightning_hetero.errors import DisagreementError, UnsupportedError
-from lightning_hetero.launch.environment import RaggedEnvironment, check_process_group
+from lightning_hetero.launch.environment import check_process_group
 from lightning_hetero.launch.observer import ObservedLauncher, ReturningLauncher
 from lightning_hetero.replicas import optimizer_states, sharding
 from lightning_hetero.replicas.sharding import is_sharded
@@ -111,7 +111,7 @@ class HeteroStrategy(JobStrategy):
             return
         newcomers = self.recovery.newcomers
         self._launcher = ObservedLauncher(
-            cluster_environment=RaggedEnvironment(self.environment),
+            cluster_environment=self.environment,
             num_processes=self.num_processes,
             num_nodes=self.num_nodes,
             survive=self.survives,
