@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import islice
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 from typing_extensions import override
@@ -18,8 +18,6 @@ from lightning_hetero.batching.sample_costs import StreamCosts
 from lightning_hetero.batching.sampler import Drawn, Position, RankSlot, SharedBatches, batch_slice
 from lightning_hetero.batching.stream_peers import StepTally, StreamPeers
 from lightning_hetero.errors import DataError
-
-T = TypeVar("T")
 
 
 class StreamPosition(NamedTuple):
@@ -131,7 +129,7 @@ class Stream(LoaderProxy):
         self._states.clear()
         epoch, _, self.next_step = self._begin()
         self._passes += 1
-        self._ask(lambda peers: peers.begin(self._passes))
+        self._retry(lambda: self.peers.begin(self._passes))
         end = object()
         first = self._count = self._go_on(epoch)
         batches = iter(self.loader)
@@ -149,7 +147,7 @@ class Stream(LoaderProxy):
                 self.peers.compare(None if ended else current)
                 if not self._somebody_has_data(self.peers.of_all(mine), problem):
                     break
-            tallies = self._ask(partial(_of_replica, mine))
+            tallies: dict[int, StepTally] = self._retry(lambda: self.peers.of_replica(mine))  # noqa: B023  called at once
             self._check_size(StepTally.over(tallies.values()), problem)
             if self._unknown and self._usual is not None:
                 samples = self._usual * mine.alive
@@ -157,7 +155,7 @@ class Stream(LoaderProxy):
             tally = StepTally.over(tallies.values())
             # Now: within the next question ranks may be lost, and then it counts among those that remain.
             self.drawn.append(Drawn(samples, tally.samples, {rank: one.samples for rank, one in tallies.items()}))
-            if not self._ask(partial(_another_batch, self._count, tally.alive > 0)):
+            if not self._retry(lambda: self.peers.another_batch(self._count, tally.alive > 0)):  # noqa: B023
                 self.drawn.pop()
                 break
             batch, self._count, self.next_step = batch if ended else current, self._count + 1, self.next_step + 1
@@ -166,10 +164,6 @@ class Stream(LoaderProxy):
             self._states.append(StreamPosition(epoch, self._count, before if ended else after, ended, before))
             yield batch
         self._over = True
-
-    def _ask(self, question: Callable[[StreamPeers], T]) -> T:
-        """The answer of the other ranks, or of those that remain."""
-        return self._retry(lambda: question(self.peers))
 
     def repartition(self, peers: StreamPeers, kept: Sequence[int], replica: Sequence[int]) -> None:
         """Go on without the ranks that were lost; what they had drawn does not count any more.
@@ -249,14 +243,6 @@ class Stream(LoaderProxy):
             return float(self._size_of(batch)), None
         except Exception as error:
             return float("nan"), str(error)
-
-
-def _of_replica(tally: StepTally, peers: StreamPeers) -> dict[int, StepTally]:
-    return peers.of_replica(tally)
-
-
-def _another_batch(drawn: int, alive: bool, peers: StreamPeers) -> bool:
-    return peers.another_batch(drawn, alive)
 
 
 def _keep_no_state(*_: Any) -> dict[str, Any]:
