@@ -27,7 +27,7 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from lightning_hetero.algorithms.schedules import smallest_tau
-from lightning_hetero.batching.shares import Cost, makespan, split, too_slow
+from lightning_hetero.batching.shares import Cost, makespan, row_of, split, too_slow
 from lightning_hetero.comm.agreement import gather
 from lightning_hetero.comm.centers.mpi import mpi_missing
 from lightning_hetero.comm.topology import Topology, group_of
@@ -488,7 +488,7 @@ def save_examination(
     """
     found = {
         "format": FORMAT,
-        "nodes": [[speeds[rank].cost for rank in ranks] for ranks in nodes],
+        "nodes": [[row_of(speeds[rank].cost) for rank in ranks] for ranks in nodes],
         "spread": [[speeds[rank].spread for rank in ranks] for ranks in nodes],
         "samples": samples,
         "size": size,

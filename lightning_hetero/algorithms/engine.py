@@ -616,11 +616,7 @@ class Engine:
 
 
 def _checked_layout(values: Sequence[Tensor], layout: Sequence[Mapping[str, Tensor]]) -> Sequence[Tensor]:
-    """See that the values of a replica in a checkpoint are in the layout of this fit, and return them.
-
-    Raises:
-        CheckpointError: on every rank: they are not.
-    """
+    """The values of a replica in a checkpoint, if they are in the layout of this fit; else an error on every rank."""
     saved = [value.numel() for value in values]
     here = [sum(value.numel() for value in group.values()) for group in layout]
     if saved == here:

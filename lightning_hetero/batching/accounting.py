@@ -19,7 +19,7 @@ from lightning_hetero.batching.planner import Planner
 from lightning_hetero.batching.repartition import Repartition
 from lightning_hetero.batching.reports import Idling, Report
 from lightning_hetero.batching.sampler import Drawn
-from lightning_hetero.batching.shares import Cost, Curve
+from lightning_hetero.batching.shares import Cost
 from lightning_hetero.batching.timer import StepTimer, StepTiming
 from lightning_hetero.comm.agreement import AsyncAllGather
 from lightning_hetero.comm.failures import deadline
@@ -179,9 +179,9 @@ class BatchAccounting:
         """Drop the reports that are on their way: a rank was lost."""
         self._gathering.forget()
 
-    def assume(self, cost: Cost | Curve, samples: int) -> None:
+    def assume(self, cost: Cost, samples: int) -> None:
         """Go on from what a checkpoint knows of this rank's time, when it last had so many samples."""
-        if isinstance(cost, Curve):
+        if cost.bends:
             self.evidence.shape.assume(cost)
             cost = Cost(cost.fixed, (cost.seconds(samples) - cost.fixed) / samples)
         self.cost.assume(cost, samples)
@@ -379,7 +379,7 @@ class BatchAccounting:
         self._pass_weights = [weight.item() for weight in of_passes]
 
     @property
-    def fitted(self) -> Cost | Curve | None:
+    def fitted(self) -> Cost | None:
         """The fitted cost of this rank; None while too little is known."""
         return (self.evidence.shape.curve() or self.cost.cost) if self.cost.ready else None
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from lightning_hetero.batching.shares import Cost, Curve, curve_below
+from lightning_hetero.batching.shares import Cost, curve_below
 from lightning_hetero.batching.timer import StepTiming
 
 
@@ -118,7 +118,7 @@ class CostModel:
     def assume(self, cost: Cost, samples: int) -> None:
         """Continue from a known fit, such as a checkpoint's: trusted, but to be confirmed."""
         self.count, self._samples = self.warm_up + 2, samples
-        self._a, self._k = cost
+        self._a, self._k, _ = cost
         self._p, self._far = (0.0, 0.0, 0.0), 0.0
         self._widen(samples, scale=self.noise, ratio=0.05)
 
@@ -273,9 +273,9 @@ class CurveEstimator:
         self._count = 0
         self._far: OutlierRun | None = None
         self._last = (0, 0.0)  # the latest step's size, and how far it was from the usual time: 0.0 if it was not
-        self._curve: Curve | None = None
+        self._curve: Cost | None = None
         self._stale = False  # whether the times have changed since the curve was drawn
-        self._assumed: Curve | None = None  # a checkpoint's, until the first size has been measured
+        self._assumed: Cost | None = None  # a checkpoint's, until the first size has been measured
 
     def observe(self, samples: int, work: float, wait: float) -> None:
         """Take in a step of ``samples`` samples: ``work`` seconds of this rank's own work, and a wait for others."""
@@ -291,11 +291,11 @@ class CurveEstimator:
         if len(self._open) > self.SIZES:
             del self._open[next(iter(self._open))]
 
-    def assume(self, curve: Curve) -> None:
+    def assume(self, curve: Cost) -> None:
         """Continue from a known curve, such as a checkpoint's, at the speed that is measured from now on."""
         self._assumed, self._stale = curve, True
 
-    def curve(self) -> Curve | None:
+    def curve(self) -> Cost | None:
         """The curve that the times lie on or above; None while a straight line explains them."""
         if self._stale:
             points = self.points()
@@ -399,7 +399,7 @@ class CurveEstimator:
             if size != samples:
                 self._sizes[size] = deque((t._replace(seconds=drift * t.seconds) for t in times), maxlen=self.EACH)
 
-    def _go_on_from(self, curve: Curve, first: SizeTiming) -> list[SizeTiming]:
+    def _go_on_from(self, curve: Cost, first: SizeTiming) -> list[SizeTiming]:
         """Take what an assumed curve says of other sizes for measured, at the present speed."""
         self._assumed = None
         scaled, number = curve.times(first.seconds / curve.seconds(first.samples)), self._count - 1
@@ -412,10 +412,7 @@ class CurveEstimator:
 
 
 def _residual(size: Any, seconds: Any) -> float:
-    """Root of the mean squared deviation of times from the best line with ``a >= 0`` and ``k >= 0``, relative to them.
-
-    Some times are left out, those that are farthest from the best line through all.
-    """
+    """Relative RMS of times off the best line with ``a >= 0`` and ``k >= 0``, without those that are farthest off."""
     kept = np.ones(len(size), bool)
     for left_out in (CostEvidence.STALLED, 0.0):
         x, t = size[kept], seconds[kept]
@@ -478,7 +475,7 @@ class MeasuredSpeed(NamedTuple):
         bump: samples and seconds of a batch that takes longer than the curve says, because the times bend down.
     """
 
-    cost: Cost | Curve
+    cost: Cost
     noise: float
     since: float
     bump: tuple[float, float] = (0.0, 0.0)
@@ -499,7 +496,7 @@ class StepRun(NamedTuple):
     work: float
     seconds: float
 
-    def seconds_by(self, cost: Cost | Curve) -> float:
+    def seconds_by(self, cost: Cost) -> float:
         """Seconds that its steps would have taken by ``cost``, had they been alike."""
         return self.steps * cost.seconds(self.samples / self.steps)
 
@@ -555,7 +552,7 @@ class SpeedEstimator:
         self._times.append(self._converted(self._open, cost))
         self._open = StepRun(0, 0, 0.0, 0.0)
 
-    def speed(self, cost: Cost | Curve) -> MeasuredSpeed:
+    def speed(self, cost: Cost) -> MeasuredSpeed:
         """The present speed.
 
         Args:
@@ -586,6 +583,6 @@ class SpeedEstimator:
         seconds = sum(stretch.seconds for stretch in since) if cut else math.inf
         return MeasuredSpeed(cost.times(scale), noise, seconds, bump)
 
-    def _converted(self, stretch: StepRun, cost: Cost | Curve) -> float:
+    def _converted(self, stretch: StepRun, cost: Cost) -> float:
         """Seconds of a step of the size by which stretches are compared."""
         return cost.seconds(self._samples) * stretch.work / stretch.seconds_by(cost)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from lightning_hetero.batching.plan import Plan
 from lightning_hetero.batching.reports import Idling, Report, StepTimes
-from lightning_hetero.batching.shares import WORTH_IDLING, Cost, Curve, TooSlow, stepwise, too_slow
+from lightning_hetero.batching.shares import WORTH_IDLING, Cost, TooSlow, stepwise, too_slow
 
 
 class ShareLimits(NamedTuple):
@@ -25,11 +25,11 @@ class ShareLimits(NamedTuple):
     high: Sequence[int]
     in_passes: bool
 
-    def least_seconds(self, costs: Sequence[Cost | Curve], ranks: Sequence[int]) -> float:
+    def least_seconds(self, costs: Sequence[Cost], ranks: Sequence[int]) -> float:
         """Seconds of the least share of any of these ranks, of which each gets a sample at least."""
         return max(costs[rank].seconds(min(max(self.low[rank], 1), self.high[rank])) for rank in ranks)
 
-    def too_slow(self, costs: Sequence[Cost | Curve], noise: Sequence[float] | None = None) -> TooSlow | None:
+    def too_slow(self, costs: Sequence[Cost], noise: Sequence[float] | None = None) -> TooSlow | None:
         """The ranks without which a step takes less time; see :func:`~lightning_hetero.batching.shares.too_slow`."""
         high = [self.total if h else 0 for h in self.high] if self.in_passes else self.high
         return too_slow(self.total, stepwise(self.total, costs, self.high), self.low, high, noise)

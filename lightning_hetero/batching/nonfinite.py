@@ -234,12 +234,7 @@ class NonFiniteGuard:
                     group["fused"] = form
 
     def _leave_to_device(self, module: nn.Module, optimizer: Optimizer) -> None:
-        """Let the device leave the step out if a gradient is not finite, and read later whether it has.
-
-        Args:
-            module: that the gradients belong to.
-            optimizer: that is about to step, in :meth:`stepping`.
-        """
+        """Let the device leave the step out if a gradient is not finite, and read later whether it has."""
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         finite = torch.stack(torch._foreach_norm([p.grad for p in parameters], math.inf)).isfinite()
         device = finite.device
@@ -317,15 +312,7 @@ class NonFiniteGuard:
         return self._act(bool(loss), bool(own), name, scaled, self._where())
 
     def _act(self, loss: bool, own: bool, name: str | None, scaled: bool, where: str) -> bool:
-        """Find out whose loss or gradient was not finite (collective); whether the optimizer is not to step.
-
-        Args:
-            loss: whether this rank's was not finite.
-            own: the same of its gradient.
-            name: of the first parameter whose averaged gradient is not finite.
-            scaled: whether a scaler skips such steps by itself.
-            where: which step this is.
-        """
+        """Find out whose loss or gradient was not finite (collective); whether the optimizer is not to step."""
         mine = loss, own, name
         with self._waiting():
             group = self._group()

@@ -13,7 +13,6 @@ from itertools import accumulate, pairwise
 from lightning_hetero.batching.passes import even_sizes
 from lightning_hetero.batching.shares import (
     Cost,
-    Curve,
     Grid,
     Stepwise,
     bound,
@@ -30,9 +29,7 @@ _GOLDEN = (math.sqrt(5) - 1) / 2  # its multiples, without their whole parts, li
 _TINY = 1e-9  # more than rounding errors of floats
 
 
-def exact_shares(
-    units: int, costs: Sequence[Cost | Curve | Stepwise], low: Sequence[int], high: Sequence[int]
-) -> list[float]:
+def exact_shares(units: int, costs: Sequence[Cost | Stepwise], low: Sequence[int], high: Sequence[int]) -> list[float]:
     """Shares with fractions, which let all ranks finish together.
 
     Args:
@@ -85,7 +82,7 @@ _exact = _remembered(exact_shares)
 
 @_remembered
 def _split(
-    grid: Grid, units: int, costs: Sequence[Cost | Curve | Stepwise], low: Sequence[int], high: Sequence[int]
+    grid: Grid, units: int, costs: Sequence[Cost | Stepwise], low: Sequence[int], high: Sequence[int]
 ) -> list[int]:
     shares = split(units, costs, low, high)
     return on_grid(shares, grid, costs, low, high) if grid else shares
@@ -121,7 +118,7 @@ class Plan:
     """
 
     start: int
-    costs: tuple[Cost | Curve, ...]
+    costs: tuple[Cost, ...]
     low: tuple[int, ...]
     high: tuple[int, ...]
     reach: tuple[float, ...] = ()
@@ -176,7 +173,7 @@ class Plan:
         """Whether a rank would take more of a batch if it were trusted with that."""
         return self.split([total]) != replace(self, reach=()).split([total])
 
-    def paid(self, total: int, costs: Sequence[Cost | Curve]) -> list[Cost | Curve | Stepwise]:
+    def paid(self, total: int, costs: Sequence[Cost]) -> list[Cost | Stepwise]:
         """Costs as they count under this plan: nothing for ranks that it leaves without samples.
 
         Args:
@@ -187,7 +184,7 @@ class Plan:
         paid = stepwise(total, costs, high)
         return [Cost(0.0, cost.per_sample) if rank in self.idle else cost for rank, cost in enumerate(paid)]
 
-    def seconds(self, total: int, costs: Sequence[Cost | Curve]) -> float:
+    def seconds(self, total: int, costs: Sequence[Cost]) -> float:
         """Seconds of a step with a batch of ``total`` samples, by these costs."""
         return makespan(self.split([total])[0], self.paid(total, costs))
 
@@ -200,7 +197,7 @@ class Plan:
         return [even_sizes(share, count) for share, count in zip(shares, self.passes(shares), strict=True)]
 
 
-Task = tuple[int, tuple[Cost | Curve | Stepwise, ...], tuple[int, ...], tuple[int, ...]]  # as `split` takes it
+Task = tuple[int, tuple[Cost | Stepwise, ...], tuple[int, ...], tuple[int, ...]]  # as `split` takes it
 
 
 @_remembered
@@ -211,7 +208,7 @@ def _task(plan: Plan, units: int, width: int) -> Task:
     )
     own = [Cost(0.0, cost.per_sample) if rank in plan.idle else cost for rank, cost in enumerate(plan.costs)]
     low, most = [-(-n // width) for n in low], [n // width for n in most]
-    costs: list[Cost | Curve | Stepwise] = [cost.in_units(width) for cost in own]
+    costs: list[Cost | Stepwise] = [cost.in_units(width) for cost in own]
     if width == 1 and any(most) and sum(most) < units:  # not for several loaders
         costs = stepwise(units, own, most)
         most = [units if n else 0 for n in most]

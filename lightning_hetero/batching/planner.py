@@ -14,7 +14,6 @@ from lightning_hetero.batching.plan import Plan
 from lightning_hetero.batching.reports import Report, StepTimes, step_seconds
 from lightning_hetero.batching.shares import (
     Cost,
-    Curve,
     Grid,
     Stepwise,
     TooSlow,
@@ -207,7 +206,7 @@ class Planner:
         """Whether a batch of so many samples is more than all ranks together take in one pass."""
         return sum(self.plans[-1].high) < samples
 
-    def cost_of_part(self, rank: int, cost: Cost | Curve) -> Cost | Curve | Stepwise:
+    def cost_of_part(self, rank: int, cost: Cost) -> Cost | Stepwise:
         """Cost of a rank's part of a full batch, however many passes it takes.
 
         Args:
@@ -331,7 +330,7 @@ class Planner:
             self._trial = SplitTrial(latest, (step_seconds(looks) + plan.seconds(self.total, costs)) / 2)
         return plan
 
-    def _plan(self, latest: Plan, costs: tuple[Cost | Curve, ...], idle: tuple[int, ...] = (), grid: Grid = ()) -> Plan:
+    def _plan(self, latest: Plan, costs: tuple[Cost, ...], idle: tuple[int, ...] = (), grid: Grid = ()) -> Plan:
         """A plan for what is known now, without a start."""
         reach = tuple(min(1.0, self.GROWTH * part) for part in self.most)
         plan = Plan(0, costs, self._low, self.high, reach, self._need, latest.by_samples, grid, idle)
@@ -405,7 +404,7 @@ class Planner:
         return best
 
     def _pays(
-        self, old: Sequence[int], new: Sequence[int], costs: Sequence[Cost | Curve | Stepwise], noise: Sequence[float]
+        self, old: Sequence[int], new: Sequence[int], costs: Sequence[Cost | Stepwise], noise: Sequence[float]
     ) -> bool:
         """Whether ``new`` is faster, even if who gives was measured at its slowest, and who takes at its fastest."""
         factors = [1 + x if n > o else 1 / (1 + x) if n < o else 1.0 for o, n, x in zip(old, new, noise, strict=True)]

@@ -6,7 +6,7 @@ from enum import IntEnum
 from statistics import median
 from typing import NamedTuple
 
-from lightning_hetero.batching.shares import MOST_BENDS, Cost, Curve, bends_of
+from lightning_hetero.batching.shares import MOST_BENDS, Cost, bends_of
 
 
 class Idling(IntEnum):
@@ -78,9 +78,9 @@ class Report(NamedTuple):
     bends: tuple[tuple[float, float], ...] = ()
 
     @property
-    def cost(self) -> Cost | Curve:
+    def cost(self) -> Cost:
         """The rank's cost."""
-        return Curve(self.fixed, self.per_sample, self.bends) if self.bends else Cost(self.fixed, self.per_sample)
+        return Cost(self.fixed, self.per_sample, self.bends)
 
     @property
     def row(self) -> list[float]:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import islice, pairwise
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -85,21 +85,6 @@ def is_sharded(loader: Any) -> bool:
     return any(isinstance(n := getattr(sampler, "num_replicas", None), int) and n > 1 for sampler in samplers)
 
 
-class GlobalBatches(Protocol):
-    """The global batches of one epoch."""
-
-    sampler: Any  # has `set_epoch`, if the order depends on the epoch
-    whole: bool  # whether a global batch is a list of batches, each of which stays whole
-
-    def __len__(self) -> int: ...
-
-    def size(self, index: int) -> int | None:
-        """Samples in batch ``index``; ``None`` if that is known only when it is drawn."""
-
-    def draw(self, first: int) -> Iterator[list[Any]]:
-        """Yield the batches from index ``first`` on: lists of dataset indices, or of batches that stay whole."""
-
-
 class FixedBatches:
     """Global batches of ``batch_size`` consecutive samples of an order.
 
@@ -122,7 +107,7 @@ class FixedBatches:
         """Samples in batch ``index``."""
         return min(self.batch_size, len(self.sampler) - index * self.batch_size)
 
-    def draw(self, first: int) -> Iterator[list[int]]:
+    def draw(self, first: int) -> Iterator[list[Any]]:
         """Yield the batches from index ``first`` on."""
         order = islice(self.sampler, first * self.batch_size, None)
         for _ in range(first, len(self)):
@@ -159,7 +144,7 @@ class EvenBatches(FixedBatches):
         return least + (index < extra)
 
     @override
-    def draw(self, first: int) -> Iterator[list[int]]:
+    def draw(self, first: int) -> Iterator[list[Any]]:
         order = islice(self.sampler, sum(self.size(i) for i in range(first)), None)
         for index in range(first, len(self)):
             yield list(islice(order, self.size(index)))
@@ -181,8 +166,9 @@ class GroupedBatches:
     def __len__(self) -> int:
         return -(-len(self.sampler) // self.world)
 
-    def size(self, index: int) -> None:
-        """Not known before the batch is drawn."""
+    def size(self, index: int) -> int | None:
+        """``None``: that is not known before the batch is drawn."""
+        return None
 
     def draw(self, first: int) -> Iterator[list[Any]]:
         """Yield the batches from index ``first`` on."""
@@ -226,6 +212,10 @@ class EvaluatedGroups(GroupedBatches):
             edges = [len(samples) * i // count for i in range(count + 1)]
             batches = [samples[begin:end] for begin, end in pairwise(edges)]
         yield from [in_passes(batch, self.world) if self.whole else batch for batch in batches[first:]]
+
+
+#: The global batches of one epoch: lists of dataset indices, or with ``whole`` of batches, each of which stays whole.
+GlobalBatches = FixedBatches | GroupedBatches
 
 
 class AgreedOrder:

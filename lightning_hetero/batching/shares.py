@@ -21,24 +21,24 @@ GUESSED_FIXED = 0.2
 LEAST_SLOPE = 1e-6
 
 
-class Curve(NamedTuple):
-    """Convex, piecewise-linear cost of one rank's part of a batch.
+class Cost(NamedTuple):
+    """Cost of one rank's part of a batch: a straight line, or a convex, piecewise-linear curve.
 
     Attributes:
         fixed: ``a``, seconds per batch whatever its size.
-        per_sample: ``k > 0``, seconds per sample up to the first bend.
-        bends: pairs ``(samples, more)`` with ``more > 0``: each further sample takes ``more`` seconds longer than
-            before. Adding up only increases keeps the curve convex.
+        per_sample: ``k > 0``, seconds per sample, of a curve up to its first bend.
+        bends: of a curve, pairs ``(samples, more)`` with ``more > 0``: each further sample takes ``more`` seconds
+            longer than before. Adding up only increases keeps the curve convex.
     """
 
     fixed: float
     per_sample: float
-    bends: tuple[tuple[float, float], ...]
+    bends: tuple[tuple[float, float], ...] = ()
 
     def seconds(self, samples: float) -> float:
         """Predicted seconds for ``samples`` samples."""
-        extra = sum(more * (samples - at) for at, more in self.bends if samples > at)
-        return self.fixed + self.per_sample * samples + extra
+        line = self.fixed + self.per_sample * samples
+        return line + sum(more * (samples - at) for at, more in self.bends if samples > at) if self.bends else line
 
     def samples(self, deadline: float) -> float:
         """Number of samples done by a deadline in seconds, with fractions; below 0 if it is before ``a``."""
@@ -49,25 +49,24 @@ class Curve(NamedTuple):
             fixed, per_sample = fixed - more * at, per_sample + more
         return (deadline - fixed) / per_sample
 
-    def times(self, factor: float) -> "Curve":
+    def times(self, factor: float) -> "Cost":
         """The cost of a device that takes ``factor`` times as long."""
         bends = tuple((at, factor * more) for at, more in self.bends)
-        return Curve(factor * self.fixed, factor * self.per_sample, bends)
+        return Cost(factor * self.fixed, factor * self.per_sample, bends)
 
-    def in_units(self, width: int) -> "Curve":
+    def in_units(self, width: int) -> "Cost":
         """The same cost for samples that are counted in units of ``width``."""
         bends = tuple((at / width, more * width) for at, more in self.bends)
-        return Curve(self.fixed, self.per_sample * width, bends)
+        return Cost(self.fixed, self.per_sample * width, bends)
 
     def is_valid(self) -> bool:
         """Whether time is finite, increases with the samples, and bends only upwards."""
-        numbers = (self.fixed, self.per_sample, *(x for bend in self.bends for x in bend))
         places = [at for at, _ in self.bends]
         upwards = places == sorted(places) and all(more >= 0 for _, more in self.bends)
-        return all(map(math.isfinite, numbers)) and self.per_sample > 0 and upwards
+        return all(map(math.isfinite, row_of(self))) and self.per_sample > 0 and upwards
 
 
-def curve_below(points: Sequence[tuple[float, float]]) -> Curve:
+def curve_below(points: Sequence[tuple[float, float]]) -> Cost:
     """The greatest convex curve that is nowhere above the given points and never decreases.
 
     Between points it is straight, and beyond the last one it goes on as before it. It does so before the first one,
@@ -96,7 +95,7 @@ def curve_below(points: Sequence[tuple[float, float]]) -> Curve:
         starts, slopes = [0.0, first, *starts[1:]], [(seconds - fixed) / first, *slopes]
     increases = (later - earlier for earlier, later in pairwise(slopes))
     bends = tuple((at, more) for at, more in zip(starts[1:], increases, strict=True) if more > 0)
-    return Curve(fixed, slopes[0], bends)
+    return Cost(fixed, slopes[0], bends)
 
 
 def _slope(left: tuple[float, float], right: tuple[float, float]) -> float:
@@ -107,43 +106,6 @@ def _above(three: Sequence[tuple[float, float]]) -> float:
     """Height of the curve at the middle one of three points without it, as a fraction above it."""
     left, middle, right = three
     return (left[1] + _slope(left, right) * (middle[0] - left[0])) / middle[1] - 1
-
-
-class Cost(NamedTuple):
-    """Affine cost of one rank's part of a batch.
-
-    Attributes:
-        fixed: ``a``, seconds per batch whatever its size.
-        per_sample: ``k > 0``, seconds per sample.
-    """
-
-    fixed: float
-    per_sample: float
-
-    def seconds(self, samples: float) -> float:
-        """Predicted seconds for ``samples`` samples."""
-        return self.fixed + self.per_sample * samples
-
-    @property
-    def bends(self) -> tuple[tuple[float, float], ...]:
-        """None, for a straight line."""
-        return ()
-
-    def samples(self, deadline: float) -> float:
-        """Number of samples done by a deadline in seconds, with fractions; below 0 if it is before ``a``."""
-        return (deadline - self.fixed) / self.per_sample
-
-    def times(self, factor: float) -> "Cost":
-        """The cost of a device that takes ``factor`` times as long."""
-        return Cost(factor * self.fixed, factor * self.per_sample)
-
-    def in_units(self, width: int) -> "Cost":
-        """The same cost for samples that are counted in units of ``width``."""
-        return Cost(self.fixed, self.per_sample * width)
-
-    def is_valid(self) -> bool:
-        """Whether time is finite and increases with the samples."""
-        return math.isfinite(self.fixed) and math.isfinite(self.per_sample) and self.per_sample > 0
 
 
 class Stepwise(NamedTuple):
@@ -164,7 +126,7 @@ class Stepwise(NamedTuple):
         [14.0, 25.0, 28.0, 39.0]
     """
 
-    cost: Cost | Curve
+    cost: Cost
     limit: int
 
     @property
@@ -207,7 +169,7 @@ def passes(samples: float, limit: int) -> int:
     return max(math.ceil(samples / limit), 1) if limit else 1
 
 
-def stepwise(total: int, costs: Sequence[Cost | Curve], high: Sequence[int]) -> list[Cost | Curve | Stepwise]:
+def stepwise(total: int, costs: Sequence[Cost], high: Sequence[int]) -> list[Cost | Stepwise]:
     """Costs as they count for a batch: by passes where it is more than all ranks together take in one.
 
     Args:
@@ -225,20 +187,19 @@ def bends_of(numbers: Sequence[float]) -> tuple[tuple[float, float], ...]:
     return tuple((at, more) for at, more in zip(numbers[::2], numbers[1::2], strict=True) if more > 0)
 
 
-def cost_of(fixed: float, per_sample: float, *bends: float) -> Cost | Curve:
+def cost_of(fixed: float, per_sample: float, *bends: float) -> Cost:
     """A cost from a flat row of numbers, such as :func:`row_of` makes: ``a``, ``k``, then two for each bend."""
-    found = bends_of(bends)
-    return Curve(fixed, per_sample, found) if found else Cost(fixed, per_sample)
+    return Cost(fixed, per_sample, bends_of(bends))
 
 
-def row_of(cost: Cost | Curve) -> list[float]:
+def row_of(cost: Cost | Stepwise) -> list[float]:
     """A cost as a flat list of numbers, which checkpoints and reports hold."""
     return [cost.fixed, cost.per_sample, *(number for bend in cost.bends for number in bend)]
 
 
 def split(
     total: int,
-    costs: Sequence[Cost | Curve | Stepwise],
+    costs: Sequence[Cost | Stepwise],
     low: Sequence[int] | None = None,
     high: Sequence[int] | None = None,
 ) -> list[int]:
@@ -297,7 +258,7 @@ def multiples(shares: Sequence[float], grid: Grid, low: Sequence[int]) -> list[i
 def on_grid(
     shares: Sequence[int],
     grid: Grid,
-    costs: Sequence[Cost | Curve | Stepwise],
+    costs: Sequence[Cost | Stepwise],
     low: Sequence[int],
     high: Sequence[int],
 ) -> list[int]:
@@ -335,7 +296,7 @@ def on_grid(
 
 def bound(
     total: int,
-    costs: Sequence[Cost | Curve | Stepwise],
+    costs: Sequence[Cost | Stepwise],
     low: Sequence[int] | None = None,
     high: Sequence[int] | None = None,
 ) -> float:
@@ -356,14 +317,12 @@ def bound(
     return late
 
 
-def _done_by(
-    deadline: float, costs: Sequence[Cost | Curve | Stepwise], low: Sequence[int], high: Sequence[int]
-) -> float:
+def _done_by(deadline: float, costs: Sequence[Cost | Stepwise], low: Sequence[int], high: Sequence[int]) -> float:
     """Samples, with fractions, that all ranks within their limits have done by a deadline in seconds."""
     return sum(min(h, max(lo, c.samples(deadline))) for c, lo, h in zip(costs, low, high, strict=True))
 
 
-def makespan(shares: Sequence[int], costs: Sequence[Cost | Curve | Stepwise]) -> float:
+def makespan(shares: Sequence[int], costs: Sequence[Cost | Stepwise]) -> float:
     """Seconds until the slowest rank has done its share."""
     return max(cost.seconds(n) for n, cost in zip(shares, costs, strict=True))
 
@@ -416,7 +375,7 @@ WORTH_IDLING = 1.1
 
 def too_slow(
     total: int,
-    costs: Sequence[Cost | Curve | Stepwise],
+    costs: Sequence[Cost | Stepwise],
     low: Sequence[int] | None = None,
     high: Sequence[int] | None = None,
     noise: Sequence[float] | None = None,
@@ -446,7 +405,7 @@ def too_slow(
     if _done_by(longest, costs, low, high) < total:  # the batch takes longer than anybody's least share
         return None
 
-    def seconds(ranks: Sequence[int], costs: Sequence[Cost | Curve | Stepwise]) -> float:
+    def seconds(ranks: Sequence[int], costs: Sequence[Cost | Stepwise]) -> float:
         own = [costs[rank] for rank in ranks]
         return makespan(split(total, own, [low[rank] for rank in ranks], [high[rank] for rank in ranks]), own)
 
@@ -467,7 +426,7 @@ def too_slow(
     return TooSlow(left_out, total, step, without)
 
 
-def check_limits(total: int, costs: Sequence[Cost | Curve | Stepwise], low: Sequence[int], high: Sequence[int]) -> None:
+def check_limits(total: int, costs: Sequence[Cost | Stepwise], low: Sequence[int], high: Sequence[int]) -> None:
     """See that there are such shares.
 
     Raises:
@@ -476,7 +435,7 @@ def check_limits(total: int, costs: Sequence[Cost | Curve | Stepwise], low: Sequ
     for rank, cost in enumerate(costs):
         if not cost.is_valid():
             raise ShareError(
-                f"rank {rank} has cost {tuple(cost)}: a must be finite, k finite and above 0, and a curve must bend "
+                f"rank {rank} has cost {row_of(cost)}: a must be finite, k finite and above 0, and a curve must bend "
                 "upwards only, at increasing numbers of samples."
             )
     if not len(costs) == len(low) == len(high):

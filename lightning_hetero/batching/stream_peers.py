@@ -1,14 +1,13 @@
 """The other ranks, for a stream: what they have left, and whether they read the same samples."""
 
 import hashlib
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
-from lightning_hetero.batching.streams import StepTally
 from lightning_hetero.batching.timer import StepTimer
 from lightning_hetero.batching.weights import tensors_in
 from lightning_hetero.comm.agreement import gather
@@ -18,8 +17,27 @@ from lightning_hetero.comm.progress import DataProgress, DataProgressTracker
 from lightning_hetero.comm.retry import NumberedResults
 
 
+class StepTally(NamedTuple):
+    """Tally of a rank at one step of a stream, or its sums over ranks.
+
+    Attributes:
+        samples: samples in the batches; NaN if a rank could not tell.
+        alive: ranks that still have data.
+        empty: ranks that had no data at all.
+    """
+
+    samples: float
+    alive: float
+    empty: float
+
+    @classmethod
+    def over(cls, tallies: Iterable["StepTally"]) -> "StepTally":
+        """The sums of some tallies."""
+        return cls(*map(sum, zip(*tallies, strict=True)))
+
+
 class StreamPeers:
-    """The other ranks, for a stream; see :class:`~lightning_hetero.batching.streams.StreamCollectives`.
+    """The other ranks, which iterate over a stream at the same time, each over its own part.
 
     Args:
         job: with the view.
@@ -115,10 +133,14 @@ class StreamPeers:
             return StepTally.over(gather(tally, "which ranks have data"))
 
     def another_batch(self, drawn: int, alive: bool) -> bool:
-        """Whether all ranks run another batch in this pass (collective over the replica).
+        """Whether all ranks run another batch in this pass, maybe a padding batch (collective over the replica).
 
         A replica that has no more data runs padding batches, but never more than the replica that has most. So an
         epoch has as many steps as the longest stream of a replica, and who has data never waits.
+
+        Args:
+            drawn: batches of this pass so far.
+            alive: whether a rank of this replica has another one with data.
         """
         if self.length is not None and (self._lengthens or self._job.view.count > 1):
             return drawn < self.length

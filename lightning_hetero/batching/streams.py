@@ -7,37 +7,17 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import islice
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple
 
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
-from typing_extensions import Self, override
+from typing_extensions import override
 
 from lightning_hetero.batching.passes import Passes, in_passes
 from lightning_hetero.batching.plan import Plan
 from lightning_hetero.batching.sample_costs import StreamCosts
 from lightning_hetero.batching.sampler import Drawn, Position, RankSlot, SharedBatches, batch_slice
+from lightning_hetero.batching.stream_peers import StepTally, StreamPeers
 from lightning_hetero.errors import DataError
-
-T = TypeVar("T")
-
-
-class StepTally(NamedTuple):
-    """Tally of a rank at one step of a stream, or its sums over ranks.
-
-    Attributes:
-        samples: samples in the batches; NaN if a rank could not tell.
-        alive: ranks that still have data.
-        empty: ranks that had no data at all.
-    """
-
-    samples: float
-    alive: float
-    empty: float
-
-    @classmethod
-    def over(cls, tallies: Iterable["StepTally"]) -> "StepTally":
-        """The sums of some tallies."""
-        return cls(*map(sum, zip(*tallies, strict=True)))
 
 
 class StreamPosition(NamedTuple):
@@ -57,43 +37,6 @@ class StreamPosition(NamedTuple):
     state: Any
     ended: bool
     before: Any
-
-
-class StreamCollectives(Protocol):
-    """Collectives of the ranks that iterate over a stream at the same time, each over its own part."""
-
-    length: int | None  # batches of the longest stream of a rank; ``None``: nobody knows
-
-    def begin(self, number: int) -> None:
-        """A pass over the data is about to begin, on all ranks; passes are counted from 1."""
-
-    def compare(self, batch: Any) -> None:
-        """Look whether ranks were given the same first batch; ``None``: this one has none (collective)."""
-
-    def warn_of_unknown_size(self, problem: str) -> None:
-        """Say that the sizes of batches are unknown, so that all count the same."""
-
-    def of_replica(self, tally: StepTally) -> dict[int, StepTally]:
-        """The tally of each rank of this replica (collective over them)."""
-
-    def of_all(self, tally: StepTally) -> StepTally:
-        """The tallies of all ranks together (collective)."""
-
-    def another_batch(self, drawn: int, alive: bool) -> bool:
-        """Whether all ranks run another batch in this pass, maybe a padding batch (collective over the replica).
-
-        Args:
-            drawn: batches of this pass so far.
-            alive: whether a rank of this replica has another one with data.
-        """
-
-    def for_survivors(self, former: Self, kept: Sequence[int]) -> Self:
-        """Go on where others have stopped, of an earlier view, and return itself (collective over all ranks).
-
-        Args:
-            former: of the earlier view.
-            kept: of each rank that remains, its number before.
-        """
 
 
 class LoaderProxy:
@@ -135,6 +78,7 @@ class Stream(LoaderProxy):
         usual: samples as which every rank's batch counts where sizes cannot be told; ``None``: that is an error, since
             those of ranks surely differ.
         retry: calls a function of what ranks do together, and calls it again if a rank was lost meanwhile.
+        replica_length: batches until the last one of this replica's streams ends, if that is known.
 
     Attributes:
         peers: the other ranks, of the present view.
@@ -146,12 +90,14 @@ class Stream(LoaderProxy):
         loader: Iterable[Any],
         size_of: Callable[[Any], float],
         begin: Callable[[], Position],
-        peers: StreamCollectives,
+        peers: StreamPeers,
         usual: float | None = None,
         retry: Callable[[Callable[[], Any]], Any] = lambda operation: operation(),
+        replica_length: float = math.inf,
     ) -> None:
         super().__init__(loader)
         self._size_of, self._begin, self.peers, self._usual, self._retry = size_of, begin, peers, usual, retry
+        self._replica_length = replica_length
         self._passes = self.next_step = 0
         self._unknown = False  # whether the size of some batch was
         self.drawn: deque[Drawn] = deque()
@@ -165,7 +111,13 @@ class Stream(LoaderProxy):
     @property
     def padding_follows(self) -> bool:
         """Whether the batch after the one that is trained on is a padding batch on all ranks of this replica."""
-        return self.drawn[0].total == 0 if self.drawn else self._over
+        padding = self.drawn[0].total == 0 if self.drawn else self._over
+        return padding or self._count >= self._replica_length
+
+    def __len__(self) -> int:
+        if self.peers.length is None:
+            raise TypeError("the stream of some rank has no length")
+        return self.peers.length
 
     def __getattr__(self, name: str) -> Any:
         if name in ("state_dict", "load_state_dict") and self.stateful:
@@ -177,7 +129,7 @@ class Stream(LoaderProxy):
         self._states.clear()
         epoch, _, self.next_step = self._begin()
         self._passes += 1
-        self._ask(lambda peers: peers.begin(self._passes))
+        self._retry(lambda: self.peers.begin(self._passes))
         end = object()
         first = self._count = self._go_on(epoch)
         batches = iter(self.loader)
@@ -195,7 +147,7 @@ class Stream(LoaderProxy):
                 self.peers.compare(None if ended else current)
                 if not self._somebody_has_data(self.peers.of_all(mine), problem):
                     break
-            tallies = self._ask(partial(_of_replica, mine))
+            tallies: dict[int, StepTally] = self._retry(lambda: self.peers.of_replica(mine))  # noqa: B023  called at once
             self._check_size(StepTally.over(tallies.values()), problem)
             if self._unknown and self._usual is not None:
                 samples = self._usual * mine.alive
@@ -203,7 +155,7 @@ class Stream(LoaderProxy):
             tally = StepTally.over(tallies.values())
             # Now: within the next question ranks may be lost, and then it counts among those that remain.
             self.drawn.append(Drawn(samples, tally.samples, {rank: one.samples for rank, one in tallies.items()}))
-            if not self._ask(partial(_another_batch, self._count, tally.alive > 0)):
+            if not self._retry(lambda: self.peers.another_batch(self._count, tally.alive > 0)):  # noqa: B023
                 self.drawn.pop()
                 break
             batch, self._count, self.next_step = batch if ended else current, self._count + 1, self.next_step + 1
@@ -213,11 +165,7 @@ class Stream(LoaderProxy):
             yield batch
         self._over = True
 
-    def _ask(self, question: Callable[[StreamCollectives], T]) -> T:
-        """The answer of the other ranks, or of those that remain."""
-        return self._retry(lambda: question(self.peers))
-
-    def repartition(self, peers: StreamCollectives, kept: Sequence[int], replica: Sequence[int]) -> None:
+    def repartition(self, peers: StreamPeers, kept: Sequence[int], replica: Sequence[int]) -> None:
         """Go on without the ranks that were lost; what they had drawn does not count any more.
 
         Args:
@@ -295,51 +243,6 @@ class Stream(LoaderProxy):
             return float(self._size_of(batch)), None
         except Exception as error:
             return float("nan"), str(error)
-
-
-class SizedStream(Stream):
-    """A :class:`Stream` with a known number of batches.
-
-    Args:
-        loader: iterates over this rank's batches.
-        size_of: counts the samples of a batch.
-        begin: says where training stands; called whenever an epoch's first batch is drawn.
-        peers: the other ranks.
-        length: batches until the last rank's stream ends.
-        replica_length: batches until the last one ends in this replica.
-        usual: see :class:`Stream`.
-        retry: see :class:`Stream`.
-    """
-
-    def __init__(
-        self,
-        loader: Iterable[Any],
-        size_of: Callable[[Any], float],
-        begin: Callable[[], Position],
-        peers: StreamCollectives,
-        length: int,
-        replica_length: int,
-        usual: float | None = None,
-        retry: Callable[[Callable[[], Any]], Any] = lambda operation: operation(),
-    ) -> None:
-        super().__init__(loader, size_of, begin, peers, usual, retry)
-        self._length, self._replica_length = length, replica_length
-
-    @property
-    def padding_follows(self) -> bool:
-        """See :class:`Stream`."""
-        return super().padding_follows or self._count >= self._replica_length
-
-    def __len__(self) -> int:
-        return self._length
-
-
-def _of_replica(tally: StepTally, peers: StreamCollectives) -> dict[int, StepTally]:
-    return peers.of_replica(tally)
-
-
-def _another_batch(drawn: int, alive: bool, peers: StreamCollectives) -> bool:
-    return peers.another_batch(drawn, alive)
 
 
 def _keep_no_state(*_: Any) -> dict[str, Any]:

@@ -7,27 +7,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import Enum
 from itertools import pairwise
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 
-class Timestamps(Protocol):
-    """Source of timestamps, and of the seconds between two of them."""
-
-    def take(self) -> Any:
-        """The point that is reached here: now, or when all work that has been given to the device is done."""
-
-    def passed(self, point: Any) -> bool:
-        """Whether it has been passed. Points are passed in the order in which they were taken."""
-
-    def between(self, earlier: Any, later: Any) -> float:
-        """Seconds between two points that have been passed."""
-
-
 class HostTimestamps:
-    """Timestamps of the host's clock.
+    """Timestamps of the host's clock, and the seconds between them.
 
     Args:
         clock: returns seconds.
@@ -46,7 +33,7 @@ class HostTimestamps:
 
 
 class DeviceTimestamps:
-    """Timestamps of a device's current stream: its events.
+    """Timestamps of a device's current stream: its events, which are passed in the order in which they were recorded.
 
     The host runs ahead of a device, until something waits for it: ``loss.item()``, or a progress bar. What the host
     then spends may be the wait for another rank, which a collective in the stream contains. Only the device knows.
@@ -76,7 +63,7 @@ class DeviceTimestamps:
         return earlier.elapsed_time(later) / 1e3
 
 
-def timestamps_of(device: torch.device, clock: Callable[[], float]) -> Timestamps:
+def timestamps_of(device: torch.device, clock: Callable[[], float]) -> HostTimestamps | DeviceTimestamps:
     """The points in time of work on a device: those of its stream, or the host's where it has none that can be timed.
 
     Args:

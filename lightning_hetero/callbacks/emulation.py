@@ -85,11 +85,14 @@ class EmulatedSpeed(Callback):
         self._costs = {
             batch: [cost if callable(cost) else Cost(*cost) for cost in row] for batch, row in schedule.items()
         }
-        for batch, row in self._costs.items():
-            if not all(math.isfinite(x) and x >= 0 for cost in row if isinstance(cost, Cost) for x in cost):
-                raise ConfigurationError(f"costs from batch {batch} on: {row}: seconds are finite and at least 0.")
-            if len(row) != len(costs):
-                raise ConfigurationError(f"{len(row)} costs from batch {batch} on, {len(costs)} before: one per rank.")
+        for batch, found in self._costs.items():
+            lines = [cost for cost in found if isinstance(cost, Cost)]
+            if not all(0 <= x < math.inf for cost in lines for x in (cost.fixed, cost.per_sample)):
+                raise ConfigurationError(f"costs from batch {batch} on: {found}: seconds are finite and at least 0.")
+            if len(found) != len(costs):
+                raise ConfigurationError(
+                    f"{len(found)} costs from batch {batch} on, {len(costs)} before: one per rank."
+                )
         self._strategy: Any = None  # of the running Trainer
         self._backward = StretchedBackward(self._clock)
         self._began: float | None = None  # the running batch, until its backward pass

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from lightning_hetero.batching.accounting import BatchAccounting
-from lightning_hetero.batching.shares import Cost, Curve, Stepwise, TooSlow
+from lightning_hetero.batching.shares import Cost, Stepwise, TooSlow
 from lightning_hetero.batching.timer import StepTiming
 from lightning_hetero.comm.view import View as Members
 from lightning_hetero.strategies.recovery_policy import MembershipChange
@@ -236,7 +236,7 @@ class RankRecord(NamedTuple):
     end: list[StepSpan]
     background: list[tuple[float, float]]
     exchanges: list[ExchangeRecord]
-    cost: Cost | Curve | Stepwise | None = None
+    cost: Cost | Stepwise | None = None
     losses: tuple[MembershipChange, ...] = ()
     by_cost: DealtByCost | None = None
 

@@ -213,11 +213,7 @@ class ResumableCheckpoint(Resumable):
             self._session.writer.agree()
 
     def _save(self, trainer: "pl.Trainer", writer: BackgroundWriter) -> None:
-        """Save now, unless the save before is not done yet (collective).
-
-        Raises:
-            CheckpointError: on every rank, if one could not write.
-        """
+        """Save now, unless the save before is not done yet (collective). An error of one rank is one of all."""
         strategy, step = trainer.strategy, trainer.global_step
         assert isinstance(strategy, HeteroStrategy)
         if writer.agree():

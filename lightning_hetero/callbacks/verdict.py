@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from statistics import median
 from typing import Literal, NamedTuple
 
-from lightning_hetero.batching.shares import Cost, Curve, Stepwise, TooSlow, passes
+from lightning_hetero.batching.shares import Cost, Stepwise, TooSlow, passes
 from lightning_hetero.callbacks.monitor_data import FitRecord, ReportedChange, StepSpan, merge_spans
 from lightning_hetero.comm.topology import group_of
 from lightning_hetero.strategies.recovery_policy import sentence
@@ -56,7 +56,7 @@ class RankTotals(NamedTuple):
     exchange: float
     network: float
     between: float = 0.0
-    cost: Cost | Curve | Stepwise | None = None
+    cost: Cost | Stepwise | None = None
     seen: tuple[float, float] = (0.0, 0.0)
 
     @property
@@ -93,7 +93,7 @@ class RankTotals(NamedTuple):
         limit = self.cost.limit if isinstance(self.cost, Stepwise) else 0
         size, *seen = (n / passes(n, limit) for n in (samples, *self.seen))
         if abs(samples - self.share) <= BEYOND * self.share:
-            known: Cost | Curve | Stepwise = self.cost or Cost(0.0, 1.0)  # so near that the ratio hardly matters
+            known: Cost | Stepwise = self.cost or Cost(0.0, 1.0)  # so near that the ratio hardly matters
         elif self.cost and (1 - BEYOND) * min(seen) <= size <= (1 + BEYOND) * max(seen) and self.share:
             known = self.cost
         else:

@@ -64,14 +64,7 @@ class BackgroundConsensus:
         return state, partial(self._find, rooms, list(engine.samples_per_replica()), known)
 
     def _find(self, rooms: list[Tensor], weights: list[int], known: int, own: Mapping[str, Any]) -> None:
-        """Write the consensus into vectors.
-
-        Args:
-            rooms: the vectors.
-            weights: of the replicas.
-            known: how many of the vectors are those of a center, which all know.
-            own: this replica's state.
-        """
+        """Write the consensus into vectors; the first ``known`` ones are those of a center, which all know."""
         consensus: list[Tensor] = own["algorithm"]["reference"]
         if known < len(consensus):
             pairs = zip(rooms, consensus, strict=True)

@@ -10,20 +10,14 @@ import os
 import secrets
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
+from lightning.fabric.plugins import CheckpointIO
 
 from lightning_hetero.comm.agreement import gather, value_of_rank
 from lightning_hetero.errors import CheckpointError
-
-
-class FileRemover(Protocol):
-    """Removes files, as Lightning's ``CheckpointIO`` does."""
-
-    def remove_checkpoint(self, path: Any) -> None:
-        """Remove a file."""
 
 
 def shard_folder(path: Any) -> str:
@@ -68,7 +62,7 @@ class Shards:
         self._gone: list[RemovedCheckpoint] = []  # what rank 0 has removed since it has last told the others
 
     @contextmanager
-    def saving(self, files: FileRemover, path: Any, is_leader: bool, background: bool) -> Iterator[str]:
+    def saving(self, files: CheckpointIO, path: Any, is_leader: bool, background: bool) -> Iterator[str]:
         """Save in the block, which succeeds or fails on all ranks alike (collective).
 
         Args:
@@ -97,7 +91,7 @@ class Shards:
             if is_leader:
                 _prune(files, path, kept.__contains__, dropped)
 
-    def clean(self, files: FileRemover, is_leader: bool) -> str:
+    def clean(self, files: CheckpointIO, is_leader: bool) -> str:
         """Remove the shards of checkpoints that rank 0 has removed, where rank 0 cannot (collective).
 
         Returns:
@@ -110,19 +104,19 @@ class Shards:
         told, self._gone = self._gone, []  # a thread may remove more meanwhile
         return secrets.token_hex(6), told
 
-    def apply_removals(self, files: FileRemover, is_leader: bool, news: tuple[str, list[RemovedCheckpoint]]) -> str:
+    def apply_removals(self, files: CheckpointIO, is_leader: bool, news: tuple[str, list[RemovedCheckpoint]]) -> str:
         """Remove the shards of checkpoints that rank 0 has removed, where rank 0 cannot; returns the save's name."""
         save, told = news
         for gone in told:
             self._clear(files, gone, is_leader, save)  # another leader may already write to the same folder
         return save
 
-    def removed(self, files: FileRemover, path: Any) -> None:
+    def removed(self, files: CheckpointIO, path: Any) -> None:
         """Remove the shards of a checkpoint that has just been removed; on rank 0."""
         self._gone.append(gone := RemovedCheckpoint(str(path)))
         self._clear(files, gone)
 
-    def unfinished(self, files: FileRemover, path: Any) -> None:
+    def unfinished(self, files: CheckpointIO, path: Any) -> None:
         """Remove what saves of this job have left of a checkpoint that has not come about; on rank 0.
 
         No rank writes to it any more. What has not been saved in this fit, or by this job, stays.
@@ -132,7 +126,7 @@ class Shards:
             self._clear(files, gone)
 
     def _clear(
-        self, files: FileRemover, gone: RemovedCheckpoint, is_leader: bool = True, present: str | None = None
+        self, files: CheckpointIO, gone: RemovedCheckpoint, is_leader: bool = True, present: str | None = None
     ) -> None:
         """Forget what is gone, and remove what this rank can of it, but for the present save."""
         self._latest.pop(gone.path, None)
@@ -178,15 +172,8 @@ def agree_on_problem(problem: str | None, error: Exception | None) -> str | None
     return next((problem for problem, _ in everyone if problem is not None), None)
 
 
-def _prune(files: FileRemover, path: Any, keeps: Callable[[str], bool], halves: Collection[str] = ()) -> None:
-    """Remove a checkpoint's shards. What cannot be removed stays, and does no harm.
-
-    Args:
-        files: removes them.
-        path: of the checkpoint.
-        keeps: whether the shards of a save stay.
-        halves: saves of this job on which nobody works any more: what they have left half written goes as well.
-    """
+def _prune(files: CheckpointIO, path: Any, keeps: Callable[[str], bool], halves: Collection[str] = ()) -> None:
+    """Remove shards of a checkpoint but those of saves that stay, and what ``halves`` have left half written."""
     with suppress(OSError):
         file_system, folder = url_to_fs(shard_folder(path))
         file_system.invalidate_cache()

@@ -417,9 +417,6 @@ def _connected(kind: type[T], endpoint: Endpoint, links: ReplicaLinks, like: Seq
 
     Returns:
         The transport of each column of this rank; none where it does not exchange.
-
-    Raises:
-        HeteroError: on every rank: some peers cannot be reached, or have another model.
     """
     token, layout = links.gather(secrets.token_bytes(KEY_BYTES))[0], links.in_columns
     session, mine = Session(token, endpoint.deadline), dict[tuple[int, ...], T]()

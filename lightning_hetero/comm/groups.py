@@ -369,11 +369,7 @@ def _new_group(name: str, ranks: Sequence[int], timeout: timedelta, backend: str
 
 
 def _await_members(name: str, ranks: Sequence[int], timeout: timedelta) -> None:
-    """Wait until all members ask for a group. PyTorch waits for them, too, but would not notice that one has died.
-
-    Raises:
-        DistNetworkError: one has not asked in time, or a rank has failed.
-    """
+    """Wait until all members ask for a group. PyTorch waits for them, too, but would not notice that one has died."""
     store, began, pause = default_store(), time.monotonic(), 0.001
     keys = {f"{name}/{rank}": rank for rank in ranks}
     store.set(f"{name}/{dist.get_rank()}", "1")

@@ -338,16 +338,7 @@ def _device(home: torch.device, at_home: bool) -> torch.device:
 def _tensor(
     home: torch.device, at_home: bool, content: Any, dtype: torch.dtype, shape: Sequence[int], *kind: bool
 ) -> Tensor:
-    """A tensor that has arrived.
-
-    Args:
-        home: the device on which the receiver computes.
-        at_home: whether it was on the one on which the sender does.
-        content: its bytes, or a tensor on the CPU that is no plain array, such as a sparse one.
-        dtype: of the tensor.
-        shape: of the tensor.
-        *kind: whether it requires gradients, and whether it is a parameter.
-    """
+    """A tensor that has arrived, by its bytes, or for no plain array by one on the CPU; ``home``: the receiver's."""
     trained, parameter = kind
     tensor = torch.from_numpy(content).view(dtype).view(shape) if isinstance(content, np.ndarray) else content
     tensor = tensor.to(home) if at_home else tensor

@@ -3,20 +3,13 @@
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from lightning_hetero.comm.failures import deadline, is_communication_error, wait_for_news
 
 T = TypeVar("T")
 
-_current_repeater: "CollectiveRepeater | None" = None  # of the fit in which lost ranks are survived
-
-
-class CollectiveRepeater(Protocol):
-    """Repeater of a collective until it has succeeded."""
-
-    def run(self, what: str, operation: Callable[[], T]) -> T:
-        """The result of an operation; see :func:`collective`."""
+_current_repeater: "CollectiveRetry | None" = None  # of the fit in which lost ranks are survived
 
 
 def collective(what: str, operation: Callable[[], T]) -> T:
@@ -36,7 +29,7 @@ def collective(what: str, operation: Callable[[], T]) -> T:
         return operation()
 
 
-def set_repeater(repeater: CollectiveRepeater | None) -> None:
+def set_repeater(repeater: "CollectiveRetry | None") -> None:
     """From now on let an object repeat what breaks; ``None``: nothing is repeated."""
     global _current_repeater
     _current_repeater = repeater

@@ -27,7 +27,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_info
@@ -329,23 +329,6 @@ _KEY = "lightning_hetero/job"
 _HERE = timedelta(seconds=30)  # in which a store of this process answers; it may ask for the names of addresses first
 
 
-class JobAddress(Protocol):
-    """A place that holds the address of a job."""
-
-    def read(self, limit: timedelta) -> list[Any] | None:
-        """The address; ``None``: no job runs, as far as is known here.
-
-        Args:
-            limit: longest wait, where there may be somebody to wait for.
-        """
-
-    def write(self, address: Sequence[Any]) -> None:
-        """Let others find it."""
-
-    def remove(self, address: Sequence[Any]) -> None:
-        """The job has ended. An address that another job has written stays."""
-
-
 class AddressFile:
     """A file that all machines of a job see.
 
@@ -463,3 +446,7 @@ class LauncherStore:
     def _set(self, text: str) -> None:
         self._kept = self._kept or self._store(_HERE)
         self._kept.set(_KEY, text)
+
+
+#: A place that holds the address of a job.
+JobAddress = AddressFile | LauncherStore

@@ -14,18 +14,17 @@ from lightning_hetero.errors import LaunchError, UnsupportedError
 _given: dist.ProcessGroup | None = None  # that the launcher has made
 
 
-class RaggedEnvironment(ClusterEnvironment):
-    """Wraps Lightning's environment; nodes may have different numbers of ranks.
-
-    Lightning insists on ``devices * num_nodes == world size``. The launcher alone knows how many ranks there are, so
-    what it says is taken.
+class RenumberedEnvironment(ClusterEnvironment):
+    """The environment of a rank that has got another number, since others were lost.
 
     Args:
-        inner: the environment that Lightning detected or the user passed.
+        inner: the environment in which it was launched.
+        rank: its number now.
+        world: ranks that remain.
     """
 
-    def __init__(self, inner: ClusterEnvironment) -> None:
-        self.inner = inner
+    def __init__(self, inner: ClusterEnvironment, rank: int, world: int) -> None:
+        self.inner, self._rank, self._world = inner, rank, world
 
     def __getattr__(self, name: str) -> Any:
         if name == "inner":
@@ -54,52 +53,6 @@ class RaggedEnvironment(ClusterEnvironment):
 
     @override
     def world_size(self) -> int:
-        return self.inner.world_size()
-
-    @override
-    def set_world_size(self, size: int) -> None:
-        self.inner.set_world_size(size)
-
-    @override
-    def global_rank(self) -> int:
-        return self.inner.global_rank()
-
-    @override
-    def set_global_rank(self, rank: int) -> None:
-        self.inner.set_global_rank(rank)
-
-    @override
-    def local_rank(self) -> int:
-        return self.inner.local_rank()
-
-    @override
-    def node_rank(self) -> int:
-        return self.inner.node_rank()
-
-    @override
-    def validate_settings(self, num_devices: int, num_nodes: int) -> None:
-        """Any number of ranks per node is fine."""
-
-    @override
-    def teardown(self) -> None:
-        self.inner.teardown()
-
-
-class RenumberedEnvironment(RaggedEnvironment):
-    """The environment of a rank that has got another number, since others were lost.
-
-    Args:
-        inner: the environment in which it was launched.
-        rank: its number now.
-        world: ranks that remain.
-    """
-
-    def __init__(self, inner: ClusterEnvironment, rank: int, world: int) -> None:
-        super().__init__(inner)
-        self._rank, self._world = rank, world
-
-    @override
-    def world_size(self) -> int:
         return self._world
 
     @override
@@ -113,6 +66,18 @@ class RenumberedEnvironment(RaggedEnvironment):
     @override
     def set_global_rank(self, rank: int) -> None:
         """The number stays."""
+
+    @override
+    def local_rank(self) -> int:
+        return self.inner.local_rank()
+
+    @override
+    def node_rank(self) -> int:
+        return self.inner.node_rank()
+
+    @override
+    def teardown(self) -> None:
+        self.inner.teardown()
 
 
 def check_variables(environment: ClusterEnvironment, num_nodes: int) -> None:

@@ -63,18 +63,19 @@ class ObservedLauncher(SubprocessScriptLauncher):
     def launch(self, function: Callable, *args: Any, trainer: "pl.Trainer | None" = None, **kwargs: Any) -> Any:
         function = function if self.around is None else partial(self.around, function)
         try:
-            return self._launch(function, *args, trainer=trainer, **kwargs)
+            return self._launch(function, *args, **kwargs)
         except BaseException as error:
             self._interrupted = isinstance(error, KeyboardInterrupt)
             report_if_uncaught(error, self.observer.report if self.observer else None)
             raise
 
-    def _launch(self, function: Callable, *args: Any, trainer: "pl.Trainer | None", **kwargs: Any) -> Any:
+    def _launch(self, function: Callable, *args: Any, **kwargs: Any) -> Any:
+        # Lightning insists on as many ranks on each node. The launcher alone knows how many there are.
         if self.cluster_environment.creates_processes_externally:
             if (starter := _starter()) is not None:
                 starter.grace = None if self.survive else self.grace
-            return super().launch(function, *args, trainer=trainer, **kwargs)
-        self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
+            set_num_threads_if_needed(num_processes=self.num_processes)
+            return function(*args, **kwargs)
         with passed_on(), _named_as_starter():
             start_ranks(self)
         first = self.cluster_environment.global_rank()

@@ -1,7 +1,6 @@
 """The strategy classes: `hetero_ddp`, and one class for each algorithm between replicas."""
 
 from collections.abc import Mapping
-from inspect import Parameter, signature
 from typing import Any
 
 import lightning.pytorch as pl
@@ -27,11 +26,12 @@ from lightning_hetero.algorithms.push_sum import PushSumAverager
 from lightning_hetero.comm.agreement import raise_on_all
 from lightning_hetero.strategies import saving
 from lightning_hetero.strategies.base import HeteroStrategy
-from lightning_hetero.strategies.options import Options, documented
+from lightning_hetero.strategies.options import with_shared_options
 from lightning_hetero.strategies.replica import ReplicaStrategy, with_options_of
 from lightning_hetero.strategies.replica_ddp import WiredGradients
 
 
+@with_shared_options
 class HeteroDDPStrategy(HeteroStrategy):
     """Data-parallel training: batches are split by measured speed, and gradients are weighted by samples.
 
@@ -99,19 +99,6 @@ class HeteroDDPStrategy(HeteroStrategy):
     def _restore_replicas(self, checkpoint: Mapping[str, Any]) -> None:
         super()._restore_replicas(checkpoint)
         self._gradients.load(checkpoint)
-
-
-def _with_all_options() -> None:
-    """Give the class, which takes the shared options by name, their signature and their explanations."""
-    init: Any = HeteroDDPStrategy.__init__
-    own = signature(init).parameters
-    shared = [p for p in signature(HeteroStrategy.__init__).parameters.values() if p.kind is Parameter.KEYWORD_ONLY]
-    *first, last = own.values()
-    init.__signature__ = signature(init).replace(parameters=[*first, *shared, last])
-    HeteroDDPStrategy.__doc__ = documented(HeteroDDPStrategy.__doc__, [*own, *(p.name for p in shared)], [Options])
-
-
-_with_all_options()
 
 
 @with_options_of(PeriodicAverager)

@@ -228,10 +228,7 @@ class AutoStrategy(ReplicaStrategy):
         return None
 
     def _begin_replicas(self) -> None:
-        """Let the replicas that the chosen strategy asks for now go on from the weights that all hold (collective).
-
-        Between two windows, in which all ranks hold equal weights.
-        """
+        """Let the replicas of the chosen strategy go on, between two windows, from equal weights (collective)."""
         accounting, former = self.accounting, self.job
         accounting.apply_reports()  # leave nothing in flight
         start = max(gather(accounting.loaders.next_step(), "the next batch to draw"))

@@ -31,7 +31,7 @@ from lightning_hetero.comm.object_collectives import portable
 from lightning_hetero.comm.retry import collective
 from lightning_hetero.comm.topology import Topology
 from lightning_hetero.errors import DisagreementError, UnsupportedError
-from lightning_hetero.launch.environment import RaggedEnvironment, check_process_group
+from lightning_hetero.launch.environment import check_process_group
 from lightning_hetero.launch.observer import ObservedLauncher, ReturningLauncher
 from lightning_hetero.replicas import optimizer_states, sharding
 from lightning_hetero.replicas.sharding import is_sharded
@@ -111,7 +111,7 @@ class HeteroStrategy(JobStrategy):
             return
         newcomers = self.recovery.newcomers
         self._launcher = ObservedLauncher(
-            cluster_environment=RaggedEnvironment(self.environment),
+            cluster_environment=self.environment,
             num_processes=self.num_processes,
             num_nodes=self.num_nodes,
             survive=self.survives,
@@ -169,12 +169,7 @@ class HeteroStrategy(JobStrategy):
         lightning_compat.materialize(self.module, self.root_device, self.job.view.replica.ranks.index(self.global_rank))
 
     def _check_setup(self, trainer: pl.Trainer) -> None:
-        """Refuse a Trainer and a model that would hang or be wrong (collective).
-
-        Raises:
-            UnsupportedError: a setting of this rank's.
-            DisagreementError: another rank's, or one that differs between ranks.
-        """
+        """Refuse a Trainer and a model that would hang or be wrong, on every rank (collective)."""
         check_trainer(trainer, self._layer_sync, self.root_device, self.job.view)
         if trainer.state.fn == TrainerFn.FITTING and self.options.max_batch_size == "auto":
             raise_on_all(capacity.problem(self.options, trainer), "the search for the largest batches")
@@ -186,12 +181,7 @@ class HeteroStrategy(JobStrategy):
         raise_on_all(problem, "the model's shards")
 
     def _check_groups(self) -> None:
-        """Refuse parts of a model, and optimizers, that go over the ranks of several replicas (collective).
-
-        Raises:
-            UnsupportedError: names what goes too far.
-            DisagreementError: something of another rank's.
-        """
+        """Refuse parts of a model, and optimizers, that go over the ranks of several replicas (collective)."""
         if (view := self.job.view).count > 1:
             problem = beyond(self.module, self.optimizers, view.replica.ranks)
             raise_on_all(problem, "the model and its optimizers")
@@ -259,11 +249,7 @@ class HeteroStrategy(JobStrategy):
         return output
 
     def _none_ran_backward(self) -> None:
-        """See that no rank of the replica has run a backward pass on this batch, as this one has not.
-
-        Raises:
-            DisagreementError: others have, it seems. They wait for this rank's gradients.
-        """
+        """See that no rank of the replica has run a backward pass on this batch, as this one has not."""
         with self.timer.waiting():
             silent = self.job.others_skip(self.accounting.step, _PATIENCE, self.options.limit.total_seconds())
         if silent:

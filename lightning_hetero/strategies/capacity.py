@@ -102,7 +102,7 @@ class Capacity:
         if (loaders := lightning_compat.combined_loader(trainer)) is None:
             raise UnsupportedError("max_batch_size='auto' tries batches where a fit begins; its data are not set up.")
         batches = Batches(loaders)
-        memory = memory_of(self.options, trainer.world_size, trainer.global_rank)
+        memory = memory_per_rank(self.options.max_batch_memory, trainer.world_size)[trainer.global_rank]
         basis = [*gather([_name_of(trainer.strategy.root_device), memory], "devices and their memory"), batches.total]
         found = self._known(basis, module)
         searches = found is None
@@ -144,7 +144,7 @@ def problem(options: Options, trainer: "pl.Trainer") -> HeteroError | None:
     """The reason why this rank cannot search for its largest batch; ``None`` if it can."""
     device = trainer.strategy.root_device
     try:
-        memory = memory_of(options, trainer.world_size, trainer.global_rank)
+        memory = memory_per_rank(options.max_batch_memory, trainer.world_size)[trainer.global_rank]
     except HeteroError as error:
         return error
     if memory is None and device.type != "cuda":
@@ -161,11 +161,6 @@ def problem(options: Options, trainer: "pl.Trainer") -> HeteroError | None:
     return None
 
 
-def memory_of(options: Options, world: int, rank: int) -> int | None:
-    """Bytes that a step may take on a rank, if they are limited."""
-    return memory_per_rank(options.max_batch_memory, world)[rank]
-
-
 def _name_of(device: torch.device) -> str:
     """Tells devices of different memory apart."""
     if device.type != "cuda":
@@ -179,14 +174,7 @@ def _name_of(device: torch.device) -> str:
 
 @dataclass
 class _Search:
-    """The search for the largest batch of each rank.
-
-    Attributes:
-        trainer: runs the fit.
-        collectives: of the strategy.
-        batches: makes batches to try.
-        least: samples that a rank takes at least.
-    """
+    """The search for the largest batch of each rank, which takes ``least`` samples at least."""
 
     trainer: "pl.Trainer"
     collectives: Collectives
@@ -516,12 +504,7 @@ class Batches:
 
 
 class _Head(IterableDataset):
-    """The first samples of a stream that can be read again, and again if it has too few.
-
-    Args:
-        stream: of the user's.
-        samples: how many to yield.
-    """
+    """The first samples of a stream that can be read again, and again if it has too few."""
 
     def __init__(self, stream: Iterable[Any], samples: int) -> None:
         self._stream, self._samples = stream, samples
@@ -545,13 +528,7 @@ def _size_of(loader: Any) -> int:
 
 
 def _load(loader: Any, first: Sequence[Any] | None, samples: int) -> Any:
-    """A loader's part of a batch.
-
-    Args:
-        loader: of the fit.
-        first: indices of the samples; ``None``: it reads a stream.
-        samples: how many.
-    """
+    """A loader's part of a batch: of the samples with these indices, or of a stream where there are none."""
     like, given = loader, dict[str, Any]()
     if first is None:
         like = loader.like

@@ -277,15 +277,7 @@ def _no_peers(length: int | None) -> Any:
 
 
 class _SharedLoader:
-    """A loader of which this rank gets its shares in training, and equal parts in evaluation.
-
-    Args:
-        given: the user's.
-        training: of the same data, in training.
-        evaluating: the same, in evaluation.
-        fetching: is told of this loader, and whether it trains, before each batch and after the last.
-        fetched: is told of each batch of training.
-    """
+    """A loader of which this rank gets its shares in training, and equal parts in evaluation."""
 
     def __init__(
         self,

@@ -132,13 +132,7 @@ def _state(module: nn.Module) -> Iterator[Any]:
 
 
 def _look(value: Any, deep: int, seen: set[int]) -> Any:
-    """Mark of a value, which differs once it was replaced, or changed in place.
-
-    Args:
-        value: of an attribute.
-        deep: how many levels of what it holds are looked at.
-        seen: objects that were looked at.
-    """
+    """Mark of a value, and of what it holds some levels deep: another one once it was replaced, or changed in place."""
     if isinstance(value, bool | int | float | str | None):
         return value
     if isinstance(value, Tensor):

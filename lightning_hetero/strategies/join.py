@@ -229,15 +229,7 @@ class ElasticJoin(Newcomers):
                     raise CommunicationError(what) from error
 
     def _ask_again(self, error: Exception) -> JoinTicket:
-        """Ask the job once more to let this process in, as if it had just been started.
-
-        Args:
-            error: with which that could not begin.
-
-        Raises:
-            JoinRefusedError: the job has come to its end, or does not take this process.
-            CommunicationError: the job is gone.
-        """
+        """Ask the job once more to let this process in, as if it had just been started."""
         strategy = self._strategy
         ticket, strategy.ticket = strategy.ticket, None
         strategy.checkpoint_io = not_none(ticket, "what this process has joined with").files.usual
@@ -550,11 +542,7 @@ class ElasticJoin(Newcomers):
                 self._leave_fit()
 
     def _without_newcomers(self, former: BeginAgainError, error: Exception) -> BeginAgainError | None:
-        """The error with which those that remain begin again without the newcomers, or without one of them.
-
-        Returns:
-            ``None`` if there is another reason.
-        """
+        """The error with which those that remain begin again without newcomers; ``None``: there is another reason."""
         strategy = self._strategy
         ticket = strategy.ticket
         if (

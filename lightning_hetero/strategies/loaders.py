@@ -41,14 +41,13 @@ from lightning_hetero.batching.sampler import (
     is_sharded,
     makes_whole_batches,
 )
+from lightning_hetero.batching.stream_peers import StreamPeers
 from lightning_hetero.batching.streams import (
     BatchRequests,
     EvaluatedStream,
     SharedStream,
     SharedStreamLoader,
-    SizedStream,
     Stream,
-    StreamCollectives,
     VaryingBatchSizes,
 )
 from lightning_hetero.checkpoint.random_states import LoaderSeedState
@@ -229,7 +228,7 @@ class Loaders:
         planner: Planner,
         begin: Callable[[], Position],
         broadcast: Callable[[Any], Any],
-        peers: Callable[[int | None], StreamCollectives],
+        peers: Callable[[int | None], StreamPeers],
         size_of: Callable[[Any], float],
         global_batch_size: int | None,
         sized_by_user: bool,
@@ -510,11 +509,9 @@ class Loaders:
             object.__setattr__(loader, "batch_sampler", share)
         add_worker_init_fn(loader, self.rank)
         lengths = gather(None if kind == "resizable stream" else sized_len(loader), "the lengths of dataloaders")
-        if all(length is not None for length in lengths):
-            longest, own = max(lengths), max(lengths[rank] for rank in self.replica)
-            peers = self._peers(longest)
-            return SizedStream(loader, self._size_of, self._begin, peers, longest, own, usual, self._retry)
-        return Stream(loader, self._size_of, self._begin, self._peers(None), usual, self._retry)
+        sized = all(length is not None for length in lengths)
+        peers, own = self._peers(max(lengths) if sized else None), [lengths[rank] for rank in self.replica]
+        return Stream(loader, self._size_of, self._begin, peers, usual, self._retry, max(own) if sized else math.inf)
 
     def _evaluated_stream(self, loader: Any, name: str, trainer: "pl.Trainer") -> object:
         if trainer.state.fn == TrainerFn.FITTING and sized_len(loader) is None and trainer.limit_val_batches == 1.0:

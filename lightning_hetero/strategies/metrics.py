@@ -194,17 +194,13 @@ def weigh_logged(
         elif found is not None and (not results.training or (passes and passes.several)):
             # Lightning may look into the batch of the step before, or of one pass.
             batch_size = int(found)
-        with collectives.weighing(lambda: found, None if given is None else name, _words(fx, name)), kept:
+        with collectives.weighing(lambda: found, None if given is None else name, f"what {fx} logs as {name!r}"), kept:
             plain(value, *args, batch_size=batch_size, **kwargs)
         _prepare(results, logged_metric(results, fx, name, indexed), found)
         if given == 0:
             _explain(results, name, collectives.explain_nan)
 
     results.log = log if passes is None else partial(passes.take, log)
-
-
-def _words(fx: str, name: str) -> str:
-    return f"what {fx} logs as {name!r}"
 
 
 def restore_logged(results: Any | None) -> None:
@@ -246,13 +242,7 @@ def _prepare(results: Any, metric: Any, samples: float | None) -> None:
 
 
 def _explain(results: Any, name: str, tell: Callable[[str], None]) -> None:
-    """Let it be told if no value of a mean over an epoch counts.
-
-    Args:
-        results: the Trainer's collection of logged values.
-        name: of the value.
-        tell: called with the name if the mean is not a number for that reason.
-    """
+    """Call ``tell`` with the name if a mean over an epoch is not a number because none of its values counts."""
     for metric in results.values():
         if metric.meta.name != name or not (metric.is_tensor and metric.meta.is_mean_reduction):
             continue
@@ -301,11 +291,7 @@ class MonitoredMetrics:
             self._hooks.restore()
 
     def _agree(self, place: str) -> None:
-        """Make what is monitored the same on all ranks (collective).
-
-        Args:
-            place: ``"evaluation"``, ``"epoch"`` or ``"step"``.
-        """
+        """Make what is monitored the same on all ranks at an evaluation, epoch or step (collective)."""
         nothing = self._found.get(place) == set() and self._names <= self._known
         if self._collectives.alone() or (nothing and place != "evaluation"):
             return

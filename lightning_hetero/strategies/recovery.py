@@ -273,17 +273,7 @@ class PeerRecovery(RecoveryPolicy):
         return address
 
     def _recover(self, stopped: float) -> MissedWork:
-        """Agree on who remains, and go on with them (collective over them).
-
-        Args:
-            stopped: when what has broken began, by ``time.monotonic()``.
-
-        Returns:
-            What they have completed, and this rank has not.
-
-        Raises:
-            MembershipLostError: this rank cannot go on.
-        """
+        """Agree on who remains, and go on with them (collective over them); what they have done, and this rank not."""
         membership = self._watched
         me, own, lost, known = membership.me, self._progress(), dict[int, str](), dict[int, int]()
         began, limit = time.monotonic(), self._strategy.options.limit.total_seconds()
@@ -310,11 +300,7 @@ class PeerRecovery(RecoveryPolicy):
 
     @property
     def _watched(self) -> Membership:
-        """The membership of the running fit.
-
-        Raises:
-            UnsupportedError: ranks are not watched now.
-        """
+        """The membership of the running fit."""
         if self._membership is None:
             raise UnsupportedError("ranks are watched during a fit only: a lost rank is an error now.")
         return self._membership

@@ -228,13 +228,12 @@ class ReplicaStrategy(HeteroStrategy):
     def finish(self) -> None:
         """Make all replicas equal, at the end of the fit (collective)."""
         if self.engine.averages:
-            outcome, values = collective("make replicas equal", self._finished)
+            outcome, values = collective(
+                "make replicas equal", lambda: (self.engine.finish(), self.engine.own_values())
+            )
             say_outcome(outcome, type(self).__name__)
             self.engine.running.replica.unpack(values)
             self._broadcast_values()  # also what does not travel
-
-    def _finished(self) -> tuple[Outcome | None, list[Tensor]]:
-        return self.engine.finish(), self.engine.own_values()
 
     def rest(self) -> None:
         """After :meth:`finish`: only statistics, such as BatchNorm's, still change (collective)."""
@@ -343,20 +342,12 @@ class ReplicaStrategy(HeteroStrategy):
 
         Under ``"16-mixed"`` only GPUs scale losses. A replica that was on a CPU has saved nothing of that: a scaler
         begins again.
-
-        Args:
-            state: of a plugin's ``state_dict()``.
         """
         if state:
             self.precision_plugin.load_state_dict(state)
 
     def _start_from_consensus(self, near: dict[str, Any] | None, why: str) -> None:
-        """Let all replicas start from the checkpoint's weights, which the model holds.
-
-        Args:
-            near: the state of the saved replica that is nearest to this one; ``None``: there is none that fits.
-            why: replicas cannot go on where they have stopped.
-        """
+        """Let all replicas start from the checkpoint's weights, each with the nearest replica's state where it fits."""
         start, trainer = f"{why} All replicas start from the checkpoint's weights,", self.trainer
         tell = rank_zero_warn if self.ticket is None else rank_zero_info  # that others have joined is no surprise
         if near is None:

@@ -43,15 +43,6 @@ class ReplicaDDP(DistributedDataParallel):
         self._step_timer = timer
         self._frozen = [p for p in self.module.parameters() if not p.requires_grad]
 
-    def average_in(self, shared: SharedMean, group: dist.ProcessGroup) -> None:
-        """Average gradients in shared memory.
-
-        Args:
-            shared: of the ranks of this replica.
-            group: of the same ranks, for what cannot go through shared memory.
-        """
-        self.register_comm_hook(group, shared.hook)
-
     def outgrown(self) -> bool:
         """Whether a parameter has been unfrozen since: DDP does not know of its gradients."""
         return any(p.requires_grad for p in self._frozen)
@@ -160,7 +151,7 @@ def use_shared_memory_allreduce(
         needed = -(-size // ALIGNED) * ALIGNED * (len(ranks) + 1)  # a row for each rank, and the result
         try:
             part = PART if way == "auto" else 1.0
-            ddp.average_in(SharedMean(*share_memory(group, size, options.limit, part)), group)
+            ddp.register_comm_hook(group, SharedMean(*share_memory(group, size, options.limit, part)).hook)
             return "in shared memory: all are CPUs of one node"
         except OSError as error:
             reason = f"the memory cannot be shared ({error})"

@@ -12,24 +12,7 @@ from rich.table import Table
 
 from lightning_hetero.errors import ConfigurationError, UnsupportedError
 from lightning_hetero.registration import why_not_aliased
-from lightning_hetero.strategies.algorithms import (
-    DASOStrategy,
-    DiLoCoAsyncStrategy,
-    DiLoCoStrategy,
-    EAMSGDStrategy,
-    EASGDAsyncStrategy,
-    EASGDHogwildStrategy,
-    EASGDOverlapStrategy,
-    EASGDRoundRobinStrategy,
-    EASGDStrategy,
-    GossipAsyncStrategy,
-    GossipPushSumStrategy,
-    GossipStrategy,
-    HeteroDDPStrategy,
-    MEASGDAsyncStrategy,
-    NodeAverageStrategy,
-    NoLoCoStrategy,
-)
+from lightning_hetero.strategies import algorithms
 from lightning_hetero.strategies.auto import AutoStrategy
 from lightning_hetero.strategies.base import HeteroStrategy
 from lightning_hetero.strategies.fabric import HeteroFabricStrategy
@@ -63,7 +46,7 @@ _GOSSIP = "Georgiev and Gurov 2019"
 ENTRIES = (
     StrategyEntry(
         "hetero_ddp",
-        HeteroDDPStrategy,
+        algorithms.HeteroDDPStrategy,
         "world",
         "batches split by measured speed, gradients weighted by samples",
         "the links are fast, or there is one machine; exact",
@@ -79,7 +62,7 @@ ENTRIES = (
     ),
     StrategyEntry(
         "hetero_node",
-        NodeAverageStrategy,
+        algorithms.NodeAverageStrategy,
         "node",
         "gradients within a node, parameter averages between nodes",
         "slow links between nodes; the simplest that leaves them out of the step",
@@ -87,7 +70,7 @@ ENTRIES = (
     ),
     StrategyEntry(
         "hetero_daso",
-        DASOStrategy,
+        algorithms.DASOStrategy,
         "node",
         "gradients within a node, stale background mixing between nodes",
         "slow links between nodes; exchanges pass in the background",
@@ -95,7 +78,7 @@ ENTRIES = (
     ),
     StrategyEntry(
         "hetero_easgd",
-        EASGDStrategy,
+        algorithms.EASGDStrategy,
         "rank",
         "an elastic center, all at once",
         "slow links between ranks; repeatable bit for bit",
@@ -103,7 +86,7 @@ ENTRIES = (
     ),
     StrategyEntry(
         "hetero_easgd_overlap",
-        EASGDOverlapStrategy,
+        algorithms.EASGDOverlapStrategy,
         "rank",
         "an elastic center, in the background of a step",
         "the same numbers, sooner",
@@ -111,7 +94,7 @@ ENTRIES = (
     ),
     StrategyEntry(
         "hetero_easgd_round_robin",
-        EASGDRoundRobinStrategy,
+        algorithms.EASGDRoundRobinStrategy,
         "rank",
         "an elastic center, in turn",
         "as the baseline that the others beat",
@@ -119,7 +102,7 @@ ENTRIES = (
     ),
     StrategyEntry(
         "hetero_easgd_async",
-        EASGDAsyncStrategy,
+        algorithms.EASGDAsyncStrategy,
         "rank",
         "an elastic center, first come, first served",
         "ranks stall now and then, so that nobody should wait for them",
@@ -127,7 +110,7 @@ ENTRIES = (
     ),
     StrategyEntry(
         "hetero_easgd_hogwild",
-        EASGDHogwildStrategy,
+        algorithms.EASGDHogwildStrategy,
         "rank",
         "an elastic center in shared memory, without a lock",
         "many ranks on one machine, at short intervals",
@@ -135,7 +118,7 @@ ENTRIES = (
     ),
     StrategyEntry(
         "hetero_measgd_async",
-        MEASGDAsyncStrategy,
+        algorithms.MEASGDAsyncStrategy,
         "rank",
         "an elastic center and heavy-ball momentum, asynchronous",
         "as hetero_easgd_async, with SGD(momentum=)",
@@ -143,7 +126,7 @@ ENTRIES = (
     ),
     StrategyEntry(
         "hetero_eamsgd",
-        EAMSGDStrategy,
+        algorithms.EAMSGDStrategy,
         "rank",
         "an elastic center and Nesterov's momentum",
         "as hetero_easgd, with SGD(nesterov=True)",
@@ -151,7 +134,7 @@ ENTRIES = (
     ),
     StrategyEntry(
         "hetero_gossip",
-        GossipStrategy,
+        algorithms.GossipStrategy,
         "rank",
         "averages in pairs, in rounds",
         "many replicas, no point that all must pass",
@@ -159,7 +142,7 @@ ENTRIES = (
     ),
     StrategyEntry(
         "hetero_gossip_push_sum",
-        GossipPushSumStrategy,
+        algorithms.GossipPushSumStrategy,
         "rank",
         "pushes of values with their weight, in rounds",
         "messages come late, or links go one way",
@@ -167,7 +150,7 @@ ENTRIES = (
     ),
     StrategyEntry(
         "hetero_gossip_async",
-        GossipAsyncStrategy,
+        algorithms.GossipAsyncStrategy,
         "rank",
         "averages in pairs, first come, first paired",
         "as hetero_gossip, beside ranks that stall",
@@ -175,7 +158,7 @@ ENTRIES = (
     ),
     StrategyEntry(
         "hetero_diloco",
-        DiLoCoStrategy,
+        algorithms.DiLoCoStrategy,
         "rank",
         "an outer optimizer on what replicas have done",
         "very slow links: hundreds of steps between exchanges",
@@ -183,7 +166,7 @@ ENTRIES = (
     ),
     StrategyEntry(
         "hetero_diloco_async",
-        DiLoCoAsyncStrategy,
+        algorithms.DiLoCoAsyncStrategy,
         "rank",
         "an outer optimizer at a center that replicas visit one by one",
         "as hetero_diloco, with ranks of unequal speed and fixed shares",
@@ -191,7 +174,7 @@ ENTRIES = (
     ),
     StrategyEntry(
         "hetero_noloco",
-        NoLoCoStrategy,
+        algorithms.NoLoCoStrategy,
         "rank",
         "an outer optimizer in random pairs, without an all-reduce",
         "as hetero_diloco, with many replicas, or links that are not alike",
@@ -269,11 +252,7 @@ def _shown(asked: object) -> str:
 
 
 def _explain(asked: object) -> None:
-    """Raise an error if a string was meant to be one of these, or if a class is given in place of its instance.
-
-    Raises:
-        ConfigurationError: names the nearest string, and its class.
-    """
+    """Raise an error if a string was meant to be one of these, or if a class is given in place of its instance."""
     if isinstance(asked, type) and _is_ours(asked):
         given = asked.__name__
         raise ConfigurationError(f"strategy={given} is a class: give an instance, strategy={given}(...).")
@@ -292,11 +271,7 @@ def _explain(asked: object) -> None:
 
 
 def _refuse_in_fabric(asked: object) -> None:
-    """Raise an error if Fabric is given one of these strategies.
-
-    Raises:
-        UnsupportedError: says where they belong.
-    """
+    """Raise an error if Fabric is given one of these strategies."""
     if _meant(asked) is not None:
         raise UnsupportedError(
             f"strategy={_shown(asked)} for Fabric: the strategies of lightning_hetero are for the Trainer, which tells "
@@ -306,11 +281,7 @@ def _refuse_in_fabric(asked: object) -> None:
 
 
 def _refuse_apart(asked: object) -> None:
-    """Raise an error if the Trainer of another package is given one of these strategies.
-
-    Raises:
-        ConfigurationError: says what to do.
-    """
+    """Raise an error if the Trainer of another package is given one of these strategies."""
     if _meant(asked) is not None:
         raise ConfigurationError(
             f"strategy={_shown(asked)} for the Trainer of pytorch_lightning: strategies of lightning_hetero are made "

@@ -34,12 +34,7 @@ def averages_weights(callback: Callback) -> bool:
 
 
 class _Updates:
-    """Takes the place of a callback's ``update_parameters``, and counts the calls instead.
-
-    Args:
-        callback: that averages weights.
-        module: the model.
-    """
+    """Takes the place of a callback's ``update_parameters``, and counts the calls instead."""
 
     def __init__(self, callback: Any, module: torch.nn.Module) -> None:
         self.callback, self.count = callback, 0

@@ -25,7 +25,7 @@ from lightning_hetero.batching.plan_agreement import (
     decode_message,
     encode_message,
 )
-from lightning_hetero.batching.shares import Cost, Curve
+from lightning_hetero.batching.shares import Cost
 
 FIRST = Plan(0, (Cost(0.0, 1.0),) * 3, (1,) * 3, (9,) * 3)
 WORLD = 3
@@ -147,7 +147,7 @@ def test_an_answer_that_comes_too_late_counts_for_nothing() -> None:
 
 @pytest.mark.parametrize("reach", [(), (0.5, 0.25, 0.25)])
 def test_messages_are_what_they_were(reach: tuple[float, ...]) -> None:
-    plan = Plan(0, (Cost(0.1, 1 / 3), Curve(0.0, 0.7, ((4.0, 0.1),)), Cost(0.0, 1.0)), (1,) * 3, (2**62,) * 3, reach)
+    plan = Plan(0, (Cost(0.1, 1 / 3), Cost(0.0, 0.7, ((4.0, 0.1),)), Cost(0.0, 1.0)), (1,) * 3, (2**62,) * 3, reach)
     plan = replace(plan, grid=((8, 128), (4, 64)))
     for message in (PlanProposal(3, plan, 1.5), PlanDecision(3, 17), PlanDecision(4, None)):
         assert decode_message(json.loads(encode_message(message))) == message

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from lightning_hetero.batching.deal import Machines, deal_additive, deal_padded
 from lightning_hetero.batching.plan import Plan
 from lightning_hetero.batching.sample_costs import BatchCosts, SampleCosts, machines_of
-from lightning_hetero.batching.shares import Cost, Curve
+from lightning_hetero.batching.shares import Cost
 
 DEALS = {"additive": deal_additive, "padded": deal_padded}
 
@@ -143,7 +143,7 @@ def test_a_rank_is_not_dealt_far_more_than_it_is_trusted_with():
 
 
 def test_a_curve_counts_as_the_line_through_its_time_at_the_share():
-    curve = Curve(1.0, 1.0, ((4.0, 3.0),))
+    curve = Cost(1.0, 1.0, ((4.0, 3.0),))
     machines = machines_of(Plan(0, (curve, curve), (0, 0), (99, 99)), 20)
     assert machines.per_unit == pytest.approx([(10 + 3 * 6) / 10] * 2)
 

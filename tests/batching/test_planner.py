@@ -581,7 +581,7 @@ def test_a_rank_that_is_behind_learns_plans_without_forgetting_by_which_it_still
 
 positive = st.floats(0.01, 3.0)
 ranks = st.lists(
-    st.tuples(st.builds(Cost, st.floats(0.0, 3.0), positive), st.integers(0, 4), st.integers(0, 60)),
+    st.tuples(st.builds(Cost, st.floats(0.0, 3.0), positive, st.just(())), st.integers(0, 4), st.integers(0, 60)),
     min_size=1,
     max_size=8,
 )

@@ -275,7 +275,7 @@ class Simulated:
                 evidence.observe(StepTiming(size, work, max(times) - times[i], 0, 0, 0, False, False, 1), model.cost)
                 speed = evidence.speed(model.cost)
                 error = speed.noise if model.ready else math.inf
-                told = (*speed.cost, error, step + 2, counts[i], work, max(times) - work, 1, speed.since)
+                told = (*speed.cost[:2], error, step + 2, counts[i], work, max(times) - work, 1, speed.since)
                 reports.append(Report(*told))
         return found
 

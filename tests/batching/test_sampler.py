@@ -87,7 +87,7 @@ def jobs(draw):
     world = draw(st.integers(1, 5))
     planner = Planner(world)
     costs = st.lists(
-        st.builds(Cost, st.floats(0, 1), st.sampled_from([0.01, 0.1, 1.0])), min_size=world, max_size=world
+        st.builds(Cost, st.floats(0, 1), st.sampled_from([0.01, 0.1, 1.0]), st.just(())), min_size=world, max_size=world
     )
     starts = sorted(draw(st.sets(st.integers(1, 40), max_size=4)))
     planner.plans = [

@@ -17,7 +17,6 @@ from lightning_hetero.batching.shares import (
     MOST_BENDS,
     WORTH_LEAVING,
     Cost,
-    Curve,
     Stepwise,
     bound,
     cost_of,
@@ -31,15 +30,15 @@ from lightning_hetero.batching.shares import (
 )
 from lightning_hetero.errors import ShareError
 
-FLAT = Curve(0.064, 1e-9, ((16.0, 0.004),))  # flat up to 16 samples, then 4 ms each
+FLAT = Cost(0.064, 1e-9, ((16.0, 0.004),))  # flat up to 16 samples, then 4 ms each
 
 # Multiples of 1/8 are exact in binary, so that ties are real ties; the others are not.
-exact = st.builds(Cost, st.integers(0, 40).map(lambda i: i / 8), st.integers(1, 40).map(lambda i: i / 8))
-rough = st.builds(Cost, st.floats(-1, 10), st.floats(1e-3, 10))
+exact = st.builds(Cost, st.integers(0, 40).map(lambda i: i / 8), st.integers(1, 40).map(lambda i: i / 8), st.just(()))
+rough = st.builds(Cost, st.floats(-1, 10), st.floats(1e-3, 10), st.just(()))
 bends = st.lists(st.tuples(st.integers(1, 40).map(float), st.integers(1, 40).map(lambda i: i / 8)), max_size=3).map(
     lambda pairs: tuple(sorted({at: (at, more) for at, more in pairs}.values()))
 )
-curves = st.builds(Curve, st.integers(0, 40).map(lambda i: i / 8), st.integers(1, 40).map(lambda i: i / 8), bends)
+curves = st.builds(Cost, st.integers(0, 40).map(lambda i: i / 8), st.integers(1, 40).map(lambda i: i / 8), bends)
 lines = st.lists(exact, min_size=1, max_size=4) | st.lists(rough, min_size=1, max_size=4)
 in_passes = st.builds(Stepwise, exact | curves, st.integers(1, 5))
 cost_lists = lines | st.lists(rough | curves, min_size=1, max_size=4) | st.lists(in_passes, min_size=1, max_size=4)
@@ -150,7 +149,7 @@ def test_a_million_samples_take_no_million_steps():
     ],
 )
 def test_shares_by_hand(total, costs, low, high, shares):
-    assert split(total, [c if isinstance(c, Curve) else Cost(*c) for c in costs], low, high) == shares
+    assert split(total, [c if isinstance(c, Cost) else Cost(*c) for c in costs], low, high) == shares
 
 
 @pytest.mark.parametrize(
@@ -177,7 +176,7 @@ def test_shares_by_hand(total, costs, low, high, shares):
 )
 def test_the_impossible_is_refused_with_its_values(total, costs, low, high, words):
     with pytest.raises(ShareError) as caught:
-        split(total, [Curve(*c) if c[2:] else Cost(*c) for c in costs], low, high)
+        split(total, [Cost(*c) for c in costs], low, high)
     assert all(word in str(caught.value) for word in words), str(caught.value)
 
 
@@ -359,6 +358,6 @@ def test_a_planner_splits_by_curves_and_saves_them():
 
 
 def test_a_plan_splits_several_loaders_by_curves():
-    plan = Plan(0, (Curve(30.0, 1e-6, ((12.0, 1.0),)), Cost(0.0, 2.0)), (0, 0), (99, 99))
+    plan = Plan(0, (Cost(30.0, 1e-6, ((12.0, 1.0),)), Cost(0.0, 2.0)), (0, 0), (99, 99))
     # In units of two samples and one: 6 units are 18 samples, of which the first rank is late by 6.
     assert plan.split([24, 12]) == [[12, 12], [6, 6]]

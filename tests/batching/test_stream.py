@@ -13,12 +13,11 @@ from lightning_hetero.batching.plan import Plan
 from lightning_hetero.batching.sample_costs import StreamCosts
 from lightning_hetero.batching.sampler import Drawn, Position, RankSlot
 from lightning_hetero.batching.shares import Cost
+from lightning_hetero.batching.stream_peers import StepTally
 from lightning_hetero.batching.streams import (
     BatchRequests,
     SharedStream,
     SharedStreamLoader,
-    SizedStream,
-    StepTally,
     Stream,
     VaryingBatchSizes,
 )
@@ -30,7 +29,8 @@ from lightning_hetero.errors import DataError
 class OneReplica:
     """Peers that average gradients at every step, and exchange their tallies with a given function."""
 
-    def __init__(self, of_replica=lambda tally: {0: tally}):
+    def __init__(self, of_replica=lambda tally: {0: tally}, length=None):
+        self.length = length
         self.of_replica, self.of_all = of_replica, lambda tally: StepTally.over(of_replica(tally).values())
 
     def begin(self, number):
@@ -156,7 +156,7 @@ def test_attributes_are_the_loaders():
 
 
 def test_a_sized_stream_has_the_length_that_it_is_given_and_another_none():
-    stream = SizedStream([[1]], len, nothing, OneReplica(), length=7, replica_length=7)
+    stream = Stream([[1]], len, nothing, OneReplica(length=7), replica_length=7)
     assert len(stream) == 7
     assert list(stream) == [[1]]
     with pytest.raises(TypeError):

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from lightning_hetero.batching.shares import Cost, Curve, Stepwise
+from lightning_hetero.batching.shares import Cost, Stepwise
 from lightning_hetero.callbacks.monitor_data import DealtByCost, ExchangeRecord, FitRecord, RankRecord, StepSpan
 from lightning_hetero.callbacks.verdict import RankTotals, judge, totals, verdict_of
 
@@ -268,7 +268,7 @@ def test_after_an_error_one_view_of_many_is_no_verdict() -> None:
 
 def test_ranks_are_compared_by_their_curves() -> None:
     # Up to 16 samples 64 ms, then 4 ms each. With 16 samples both would take 64 ms; in proportion 128 and 64.
-    curve = Curve(0.064, 1e-9, ((16.0, 0.004),))
+    curve = Cost(0.064, 1e-9, ((16.0, 0.004),))
     twins = [rank(i, 10 * n, 10 * curve.seconds(n), cost=curve, seen=(8, 24)) for i, n in enumerate((8, 24))]
     assert [twin.scale(16) for twin in twins] == pytest.approx([1.0, 64 / 96])
     assert judge(twins, True, True).times == pytest.approx(1.0)

@@ -46,7 +46,7 @@ def test_rounds_that_differ_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     assert 0.33 < found.spread < 0.51  # half, of a median in between
     steps.clear()
     quiet = doctor.fit(step, samples=40, seconds=0.0, least=3)
-    assert quiet.cost == pytest.approx((0.010, 0.001))
+    assert quiet.cost[:2] == pytest.approx((0.010, 0.001))
     assert quiet.spread == pytest.approx(0.0)
     one = doctor.fit(lambda n: step(1), samples=1, seconds=0.0, least=2)  # a single size
     assert one.cost.seconds(1) == pytest.approx(0.011)

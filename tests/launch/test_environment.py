@@ -5,10 +5,10 @@ import pickle
 import pytest
 import torch
 from lightning.fabric.plugins.environments import LightningEnvironment, SLURMEnvironment, TorchElasticEnvironment
-from lightning.fabric.utilities.rank_zero import rank_zero_only
 
 from lightning_hetero.errors import LaunchError
-from lightning_hetero.launch.environment import RaggedEnvironment, check_variables, local_devices
+from lightning_hetero.launch.environment import RenumberedEnvironment, check_variables, local_devices
+from lightning_hetero.launch.observer import ObservedLauncher
 
 TORCHRUN = {
     "RANK": "2",
@@ -84,14 +84,14 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize("wrap", [lambda inner: inner, RaggedEnvironment])
+@pytest.mark.parametrize("wrap", [lambda inner: inner, lambda inner: RenumberedEnvironment(inner, 1, 2)])
 @pytest.mark.parametrize(("environment", "nodes", "values"), ENOUGH)
 def test_what_launchers_set_is_enough(variables, wrap, environment, nodes, values):
     variables(values)
     check_variables(wrap(environment()), nodes)
 
 
-@pytest.mark.parametrize("wrap", [lambda inner: inner, RaggedEnvironment])
+@pytest.mark.parametrize("wrap", [lambda inner: inner, lambda inner: RenumberedEnvironment(inner, 1, 2)])
 @pytest.mark.parametrize(("environment", "nodes", "values", "words"), WRONG)
 def test_what_is_missing_or_wrong_is_named(variables, wrap, environment, nodes, values, words):
     variables(values)
@@ -136,31 +136,33 @@ def test_as_many_devices_as_ranks_were_started_here(variables, environment, loca
     assert local_devices(environment, list(devices)) == expected
 
 
-def test_what_the_environment_is_told_reaches_the_inner_one_also_in_a_spawned_process(variables, monkeypatch):
+def test_a_rank_with_another_number_keeps_it_also_in_a_spawned_process(variables, monkeypatch):
     variables({})
-    monkeypatch.setattr(rank_zero_only, "rank", 0, raising=False)  # put back afterwards what Lightning sets for all
     inner = LightningEnvironment()
-    ragged = RaggedEnvironment(inner)
-    ragged.set_world_size(5)
-    ragged.set_global_rank(4)
-    for one in (inner, ragged, pickle.loads(pickle.dumps(ragged))):
+    other = RenumberedEnvironment(inner, 4, 5)
+    other.set_world_size(8)
+    other.set_global_rank(7)
+    for one in (other, pickle.loads(pickle.dumps(other))):
         assert (one.world_size(), one.global_rank(), one.creates_processes_externally) == (5, 4, False)
+    assert (inner.world_size(), inner.global_rank()) == (1, 0)
     torn = []
     monkeypatch.setattr(inner, "teardown", lambda: torn.append(True))
-    ragged.teardown()
+    other.teardown()
     assert torn == [True]
 
 
 def test_nodes_may_have_different_numbers_of_ranks(variables):
-    variables(TORCHRUN)  # three ranks: two on the first node, one here
+    variables({**TORCHRUN, "OMP_NUM_THREADS": "1"})  # three ranks: two on the first node, one here
+    environment = TorchElasticEnvironment()
     with pytest.raises(ValueError, match="does not match the world size"):
-        TorchElasticEnvironment().validate_settings(num_devices=1, num_nodes=2)  # Lightning alone refuses
-    RaggedEnvironment(TorchElasticEnvironment()).validate_settings(num_devices=1, num_nodes=2)
+        environment.validate_settings(num_devices=1, num_nodes=2)  # Lightning alone refuses
+    launcher = ObservedLauncher(cluster_environment=environment, num_processes=1, num_nodes=2)
+    assert launcher.launch(lambda: "launched") == "launched"
 
 
 def test_other_attributes_are_the_inner_environments():
     inner = SLURMEnvironment(auto_requeue=False)
-    ragged = RaggedEnvironment(inner)
-    assert ragged.auto_requeue is False
+    other = RenumberedEnvironment(inner, 1, 2)
+    assert other.auto_requeue is False
     with pytest.raises(AttributeError, match="no_such_thing"):
-        _ = ragged.no_such_thing
+        _ = other.no_such_thing

@@ -66,9 +66,6 @@ def test_a_job_that_ends_within_the_grace_ends_as_it_likes(tmp_path: Path, child
 class _Environment:
     creates_processes_externally = False
 
-    def validate_settings(self, **_: int) -> None:
-        pass
-
     def global_rank(self) -> int:
         return 0
 
