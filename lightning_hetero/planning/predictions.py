@@ -163,7 +163,7 @@ class Prediction(NamedTuple):
 
     @property
     def string(self) -> str:
-        """What a Trainer takes: the name, without the form of the strategy that options make."""
+        """The strategy string: the name without the form that options give the strategy."""
         return self.name.partition(" ")[0]
 
 
