@@ -21,8 +21,9 @@ class AutoAverager(Averager):
         every: steps between two exchanges of strategies that meet now and then.
         wire: number format between replicas, for strategies that have one: ``"fp32"``, ``"bf16"``, ``"int8"``
             or ``"int4"``.
-        measure: optimizer steps after which the choice is made. If not every rank has measured its speed by then, as
-            many again, up to ten times.
+        measure: optimizer steps after which the choice is made; sooner, from the fourth one on, if another strategy
+            promises twice as much as ``1 + gain`` asks for. If not every rank has measured its speed by then, as many
+            again, up to ten times.
 
     Raises:
         ConfigurationError: ``gain`` is no number of at least 0, ``every`` or ``measure`` is below 1, the wire is

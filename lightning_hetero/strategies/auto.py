@@ -40,6 +40,8 @@ from lightning_hetero.strategies.weight_averaging import averages_weights
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
+_FIRST = 4  # optimizer steps after which it looks for the first time
+_CLEAR = 2.0  # times as much as is enough: then it chooses at once
 _TRIES = 10  # times that it waits for the ranks' speeds
 _PAIRS = 4  # links of each kind that are measured, or it would take long on many nodes
 
@@ -48,8 +50,9 @@ _PAIRS = 4  # links of each kind that are measured, or it would take long on man
 class AutoStrategy(ReplicaStrategy):
     """Begins as `hetero_ddp`, which is exact, measures, and changes to another strategy if that gains enough.
 
-    After ``measure`` optimizer steps the ranks measure their links, and put these and the speeds that they have
-    measured in training into the arithmetic of ``lightning-hetero plan``. If strategies promise more than ``1 + gain``
+    After a few optimizer steps the ranks measure their links, and put these and the speeds that they have measured in
+    training into the arithmetic of ``lightning-hetero plan``. Unless the gain is clear, they do so again after
+    ``measure`` steps. If strategies promise more than ``1 + gain``
     times the samples per second, all ranks go on with one of them from the next step, in the same fit, and rank 0 says
     so with the numbers: the one that learns most in a step, unless another is faster by as much again. The choice is in
     checkpoints: a fit that goes on from one begins with it.
@@ -70,7 +73,8 @@ class AutoStrategy(ReplicaStrategy):
     chosen: ReplicaStrategy | None = None  #: What goes on; ``None``: ``hetero_ddp``.
     choice: Choice | None = None  #: The latest one, with its arithmetic; ``None``: nothing has been chosen yet.
     stays = False  #: Whether it has chosen to stay with ``hetero_ddp``.
-    _next = 0  # optimizer steps of this fit after which it chooses; 0: no more
+    _next = 0  # optimizer steps of this fit after which it looks; 0: no more
+    _until = 0  # and after which it chooses, whatever the gain
 
     @override
     def replicas(self, topology: Topology) -> tuple[tuple[int, ...], ...]:
@@ -111,8 +115,9 @@ class AutoStrategy(ReplicaStrategy):
         decided = self.stays or self.algorithm.exact or self.chosen is not None
         undecided = not decided and self.job.view.world > 1 and not lightning_compat.searches_lr(self.trainer)
         left = max(self.algorithm.measure - self.trainer.global_step, 1)  # of a fit that goes on
-        self._next = self.engine.windows + left if undecided else 0
-        self._last = self._next + (_TRIES - 1) * self.algorithm.measure
+        self._until = self.engine.windows + left
+        self._next = min(self.engine.windows + _FIRST, self._until) if undecided else 0
+        self._last = self._until + (_TRIES - 1) * self.algorithm.measure
 
     @override
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -136,14 +141,15 @@ class AutoStrategy(ReplicaStrategy):
     # -- the choice --------------------------------------------------------------------------------
 
     def _choose(self) -> None:
-        """Choose, and change, on all ranks after the same step (collective)."""
+        """Choose, and change, on all ranks after the same step; but early only if the gain is clear (collective)."""
+        early = self.engine.windows < self._until
         with self.timer.waiting():
             self.accounting.apply_reports()
             if problem := next(filter(None, gather(self._unchangeable(), "whether replicas can change")), None):
                 self._stay(f"{problem}, so that the replicas cannot change within this fit.")
                 return
             if (unlinked := self._cluster()) is None:
-                self._next += self.algorithm.measure
+                self._next = min(self._next + _FIRST, self._until) if early else self._next + self.algorithm.measure
                 if self._next > self._last:
                     self._stay("not every rank has measured its speed, or steps differ in size.")
                 return
@@ -152,6 +158,9 @@ class AutoStrategy(ReplicaStrategy):
             step = self._batches() * max(report.compute + report.wait for report in self.accounting.reports)
             own, fragments = self.algorithm, len(modules_of(self._sizes()))
             wish = AutoLimits(own.gain, own.exact, own.deterministic, own.every, own.wire, fragments)
+            if early and choose(measured, step, wish._replace(gain=_CLEAR * (1 + wish.gain) - 1)).prediction is None:
+                self._next = self._until
+                return
             self.choice = choose(measured, step, wish)
             if self.choice.prediction is None:
                 self._stay(self.choice.why)

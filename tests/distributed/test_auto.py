@@ -57,19 +57,21 @@ def _data(workers: int = 0) -> DataLoader:
 # -- by hand -------------------------------------------------------------------------------------------------
 
 
-def _averages(workers: int) -> Any:
+def _averages(workers: int, clear: float) -> Any:
     _measured_as(SLOW_LINK, ("hetero_node",))
+    auto._CLEAR = clear
     said, strategy, module = _said(), _strategy(), Net()
     _trainer(strategy).fit(module, _data(workers))
     assert type(strategy.chosen).__name__ == "NodeAverageStrategy"
     return parameters(module), strategy.engine.windows, said, module.seen
 
 
-def _by_hand(seen: list[list[list[int]]]) -> torch.Tensor:
-    """Ten steps of one process on whole batches, then two replicas that average every fourth step.
+def _by_hand(seen: list[list[list[int]]], chosen: int) -> torch.Tensor:
+    """Some steps of one process on whole batches, then two replicas that average every fourth step.
 
     Args:
         seen: the samples of each rank, step by step.
+        chosen: the number of the first steps.
     """
     data = dataset(SAMPLES)
     replicas = [Net() for _ in range(2)]
@@ -77,11 +79,11 @@ def _by_hand(seen: list[list[list[int]]]) -> torch.Tensor:
     assert len(seen[0]) == 2 * SAMPLES // (2 * BATCH)
     for step, parts in enumerate(zip(*seen, strict=True), start=1):
         for replica, optimizer, own in zip(replicas, optimizers, parts, strict=True):
-            rows = [*parts[0], *parts[1]] if step <= MEASURE else own
+            rows = [*parts[0], *parts[1]] if step <= chosen else own
             optimizer.zero_grad()
             nn.functional.mse_loss(replica.net(data.tensors[0][rows]), data.tensors[1][rows]).backward()
             optimizer.step()
-        if (step > MEASURE and step % EVERY == 0) or step == len(seen[0]):
+        if (step > chosen and step % EVERY == 0) or step == len(seen[0]):
             with torch.no_grad():
                 for one, other in zip(*(replica.parameters() for replica in replicas), strict=True):
                     one.copy_((one + other) / 2)
@@ -89,10 +91,14 @@ def _by_hand(seen: list[list[list[int]]]) -> torch.Tensor:
     return parameters(replicas[0])
 
 
-@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.long)])
-def test_it_goes_on_as_the_strategy_that_it_names(workers: int) -> None:
-    found = run(_averages, 2, workers, nodes=[1, 1])
-    by_hand = _by_hand([seen for *_, seen in found])
+@pytest.mark.parametrize(
+    ("workers", "clear", "chosen"),
+    [(0, auto._CLEAR, auto._FIRST), (0, 1e9, MEASURE), pytest.param(2, 1e9, MEASURE, marks=pytest.mark.long)],
+    ids=["clear", "not clear", "workers"],
+)
+def test_it_goes_on_as_the_strategy_that_it_names(workers: int, clear: float, chosen: int) -> None:
+    found = run(_averages, 2, workers, clear, nodes=[1, 1])
+    by_hand = _by_hand([seen for *_, seen in found], chosen)
     for weights, windows, *_ in found:
         assert windows == 24
         torch.testing.assert_close(weights, by_hand, rtol=0, atol=1e-10)
@@ -155,7 +161,7 @@ def _stays(way: tuple[float, float], options: dict[str, Any], callbacks: tuple[A
         (FAST_LINK, {"deterministic": True}, (), "not more than 1 + gain = 1.2"),
         (SLOW_LINK, {"exact": True}, (), ""),
         (SLOW_LINK, {"gain": 1e9}, (), "not more than 1 + gain"),
-        (SLOW_LINK, {"measure": 1000}, (), ""),
+        (FAST_LINK, {"measure": 1000}, (), ""),
         (SLOW_LINK, {}, (StochasticWeightAveraging(swa_lrs=0.01),), "StochasticWeightAveraging"),
     ],
     ids=["no gain", "exact", "gain", "too short", "swa"],
@@ -183,7 +189,7 @@ class Deep(Net):
 
 def _ends(name: str) -> Any:
     _measured_as(SLOW_LINK, (name,))
-    strategy, module = _strategy(every=3), Deep()
+    strategy, module = _strategy(every=6), Deep()
     _trainer(strategy, max_epochs=3).fit(module, _data())
     assert strategy.chosen is not None
     return type(strategy.chosen).saved_as, strategy.averager is None, parameters(module), strategy.traffic.exchanges

@@ -16,7 +16,7 @@ from lightning_hetero.algorithms.periodic import PeriodicAverager
 from lightning_hetero.errors import CommunicationError
 
 STEP = 5
-SOON = 0.5  # seconds in which the others have done what this rank is made to miss
+SOON = 2.0  # seconds in which the others have done what this rank is made to miss
 
 
 class Missed(pl.Callback):
