@@ -23,8 +23,8 @@ from lightning_hetero.strategies.base import HeteroStrategy
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
-#: What a device is said to take: ``(a, k)``, or a function that gives the seconds of so many samples.
-Device = tuple[float, float] | Callable[[int], float]
+#: What a device is said to take: ``(a, k)``, a cost, or a function that gives the seconds of so many samples.
+Device = tuple[float, float] | Cost | Callable[[int], float]
 
 
 class EmulatedSpeed(Callback):
@@ -38,9 +38,10 @@ class EmulatedSpeed(Callback):
     really take. For ranks on CPUs: the queue of a GPU is not waited for. Works with every strategy, Lightning's too.
 
     Args:
-        costs: ``(a, k)`` of each rank, in seconds and seconds per sample; ``(0, 0)`` leaves a rank as fast as it is.
-            For a device that is no straight line, give a function that takes the number of samples and returns seconds.
-            Define it at the top of a module, so that it can be sent to other processes.
+        costs: ``(a, k)`` of each rank, in seconds and seconds per sample, or a
+            :class:`~lightning_hetero.batching.shares.Cost`; ``(0, 0)`` leaves a rank as fast as it is. For a device
+            that is no straight line, give a function that takes the number of samples and returns seconds. Define it at
+            the top of a module, so that it can be sent to other processes.
         change_at: other costs from a batch on, counted from 0 over all epochs: a device that slows down, say.
 
     Raises:
@@ -77,7 +78,8 @@ class EmulatedSpeed(Callback):
         schedule = {0: costs, **(change_at or {})}
         for row in schedule.values():
             if len(row) == 0 or not all(
-                callable(cost) or (hasattr(cost, "__len__") and len(cost) == 2) for cost in row
+                callable(cost) or isinstance(cost, Cost) or (hasattr(cost, "__len__") and len(cost) == 2)
+                for cost in row
             ):
                 raise ConfigurationError(
                     f"costs={row!r}: give the (a, k) of each rank: seconds per batch, and per sample."

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 from virtual_time import virtual_time
 
 from lightning_hetero import HeteroDDPStrategy
+from lightning_hetero.batching.shares import Cost
 from lightning_hetero.callbacks.emulation import EmulatedSpeed, StretchedBackward
 from lightning_hetero.callbacks.monitor import HeteroMonitor
 from lightning_hetero.errors import ConfigurationError
@@ -163,3 +164,8 @@ def test_hetero_ddp_finds_the_split_and_follows_a_change() -> None:
     assert first == second
     assert first[8] == (32, 8)
     assert first[-1] == (8, 32)
+
+
+def test_a_cost_is_taken_as_it_is() -> None:
+    curve = Cost(0.01, 0.001, ((4.0, 0.002),))
+    assert EmulatedSpeed([curve, (0.01, 0.004)])._costs[0] == [curve, Cost(0.01, 0.004)]
