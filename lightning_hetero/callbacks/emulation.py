@@ -15,7 +15,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_hetero.batching.passes import batches_of
-from lightning_hetero.batching.shares import Cost
+from lightning_hetero.batching.shares import Cost, row_of
 from lightning_hetero.batching.timer import after_own_backward
 from lightning_hetero.errors import ConfigurationError
 from lightning_hetero.strategies.base import HeteroStrategy
@@ -89,7 +89,7 @@ class EmulatedSpeed(Callback):
         }
         for batch, found in self._costs.items():
             lines = [cost for cost in found if isinstance(cost, Cost)]
-            if not all(0 <= x < math.inf for cost in lines for x in (cost.fixed, cost.per_sample)):
+            if not all(0 <= x < math.inf for cost in lines for x in row_of(cost)):
                 raise ConfigurationError(f"costs from batch {batch} on: {found}: seconds are finite and at least 0.")
             if len(found) != len(costs):
                 raise ConfigurationError(

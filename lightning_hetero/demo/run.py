@@ -32,7 +32,7 @@ def train(name: str, epochs: int, path: Path) -> None:
     seed_everything(1, verbose=False)
     training, testing = digits()
     stopwatch = Stopwatch()
-    callbacks = [EmulatedSpeed([(cost.fixed, cost.per_sample) for cost in DEVICES]), stopwatch, Bar(name)]
+    callbacks = [EmulatedSpeed(DEVICES), stopwatch, Bar(name)]
     if name.startswith("hetero"):
         callbacks.insert(0, HeteroMonitor(path.with_suffix("")))  # its report lies beside the result
     trainer = Trainer(

@@ -128,7 +128,7 @@ def choose(cluster: Cluster, measured: float, wish: AutoLimits) -> Choice:
     if wish.exact:
         return Choice(None, f"{step}. Nothing else is exact.")
     allowed = [found[name] for name in CANDIDATES if name in found]
-    allowed = [one for one in allowed if one.options.get("fragments", 1) <= wish.fragments] or allowed
+    allowed = [one for one in allowed if one.options.get("fragments", 1) <= wish.fragments]
     if wish.deterministic:
         allowed = [one for one in allowed if one.repeatable and one.options.get("wait") != "auto"]  # which is measured
     allowed = [one for one in allowed if not one.seldom] or allowed

@@ -52,10 +52,10 @@ class AutoStrategy(ReplicaStrategy):
 
     After a few optimizer steps the ranks measure their links, and put these and the speeds that they have measured in
     training into the arithmetic of ``lightning-hetero plan``. Unless the gain is clear, they do so again after
-    ``measure`` steps. If strategies promise more than ``1 + gain``
-    times the samples per second, all ranks go on with one of them from the next step, in the same fit, and rank 0 says
-    so with the numbers: the one that learns most in a step, unless another is faster by as much again. The choice is in
-    checkpoints: a fit that goes on from one begins with it.
+    ``measure`` steps. If strategies promise more than ``1 + gain`` times the samples per second, all ranks go on with
+    one of them from the next step, in the same fit, and rank 0 says so with the numbers: the one that learns most in a
+    step, unless another is faster by as much again. The choice is in checkpoints: a fit that goes on from one begins
+    with it.
 
     Source: the arithmetic of all-reduce and step times in You et al. 2017 (EASGD on HPC clusters) and Coquelin et al.
     2021 (DASO).

@@ -21,7 +21,7 @@ batches = st.lists(
 @settings(max_examples=60, deadline=None)
 def test_sums_are_those_of_all_batches_with_samples(taken: list[tuple[float, int]], stacked: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loss_module, "_STACKED", stacked)
+        patch.setattr(loss_module, "_TOGETHER", stacked)
         tracker = LossTracker()
         for step, (value, samples) in enumerate(taken):
             tracker.take(torch.tensor(value), samples, step)
@@ -36,7 +36,9 @@ def test_few_tensors_wait_however_long_nobody_asks() -> None:
     tracker = LossTracker()
     for step in range(1000):
         tracker.take(torch.tensor(0.5), 2, step)
-    assert len(tracker._losses) + len(tracker._stacked) < 300
+    assert len(tracker._losses) == len(tracker._counts) < 256
+    assert tracker._copied is not None
+    assert len(tracker._copied[0]) == 256
     other = LossTracker()
     other.load_state_dict(tracker.state_dict())
     assert other.state_dict() == [1000.0, 2000.0]

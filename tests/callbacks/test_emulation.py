@@ -169,3 +169,5 @@ def test_hetero_ddp_finds_the_split_and_follows_a_change() -> None:
 def test_a_cost_is_taken_as_it_is() -> None:
     curve = Cost(0.01, 0.001, ((4.0, 0.002),))
     assert EmulatedSpeed([curve, (0.01, 0.004)])._costs[0] == [curve, Cost(0.01, 0.004)]
+    with pytest.raises(ConfigurationError, match="finite"):
+        EmulatedSpeed([Cost(0.01, 0.001, ((4.0, float("nan")),))])
