@@ -1,14 +1,17 @@
 """What faults cost a fit: ranks are killed, frozen, cut off, or fail, at random moments, and the fit goes on.
 
     python benchmarks/faults --seconds 30 --mean 8 --seeds 1 --strategies hetero_ddp           # two minutes
-    python benchmarks/faults --ranks 8 --step 0.2 --seconds 300 --mean 20 --restart 10 --faults killed frozen error
+    python benchmarks/faults --ranks 8 --step 0.4 --seconds 300 --mean 20 --restart 2 --faults killed frozen error
     python benchmarks/faults --strategies hetero_ddp torchft_localsgd --faults killed --restart 10 --envs peers-envs
     sudo python benchmarks/faults --cluster --seconds 60 --faults alone halves "slow link"
 
-Each rank is a process, and a replica where the strategy has any. In half of all cases the first rank is struck. Where a
-fault ends the fit on all ranks, as a disk that is full does, the same command is started again and goes on from its
-newest checkpoint. Faults do not overlap. `torchft_localsgd` and `torchft_diloco` run in an environment of their own;
-they average every 16 steps, as this package's strategies with a period do here.
+The task is that of `benchmarks/peers`: a small GPT on text, of which each rank reads a part of its own. Each rank is a
+process, and a replica where the strategy has any. In half of all cases the first rank is struck. Where a fault ends the
+fit on all ranks, as a disk that is full does, the same command is started again and goes on from its newest checkpoint.
+Faults do not overlap. `torchft_localsgd` and `torchft_diloco` run in an environment of their own; they average every 16
+steps, as this package's strategies with a period do here.
+
+Goodput: samples that count per second, over those of the same fit without faults.
 """
 
 import argparse
@@ -64,11 +67,13 @@ LASTS = 15.0  # seconds, of a pause or a fault of a link
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["replica"])
 # The server that processes are forked from finds it there.
-os.environ["PYTHONPATH"] = os.pathsep.join([str(BENCHMARKS / "faults"), os.environ.get("PYTHONPATH", "")])
+folders = str(BENCHMARKS / "faults"), str(BENCHMARKS / "peers")
+os.environ["PYTHONPATH"] = os.pathsep.join([*folders, os.environ.get("PYTHONPATH", "")])
 #: Options of strategies that have a period: torchft's.
 PERIOD: dict[str, dict[str, Any]] = {
     "hetero_node": {"every_n_steps": 16},
     "hetero_diloco": {"tau": 16},
+    "hetero_easgd_async": {"tau": 16},
     "hetero_gossip_async": {"every_n_steps": 16},
 }
 TORCHFT_FAULTS = ("killed", "frozen", "error")  # by an error torchft's processes end without a word
@@ -85,7 +90,8 @@ class Result:
         stalls: by fault, the longest stall of a process that nothing had struck, each time that the fault was survived:
             the time between two steps, less what the device takes for the second one.
         stall: the longest one of the whole fit, in which processes also join.
-        samples: trained on by all ranks.
+        samples: trained on by all ranks; local steps of one that was lost do not count.
+        seconds: from the first step of any rank to the end.
         living: seconds for which processes were there, all together.
         joined: processes that were started again, and have trained.
         starts: of the whole fit, from its newest checkpoint.
@@ -97,6 +103,7 @@ class Result:
     stalls: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     stall: float = 0.0
     samples: float = 0.0
+    seconds: float = 0.0
     living: float = 0.0
     joined: int = 0
     starts: int = 0
@@ -379,6 +386,7 @@ class Fit:
 
     def _count(self) -> None:
         result, now = self.result, time.monotonic()
+        result.seconds = now - min((float(rank.seen[FIRST]) for rank in self.ranks if rank.seen[FIRST]), default=now)
         for rank in self.ranks:
             result.samples += float(rank.seen[SAMPLES])
             from_ = float(rank.seen[FIRST]) if rank.begins == 1 and rank.seen[FIRST] else rank.began
@@ -456,7 +464,7 @@ def main() -> None:
     parser.add_argument("--strategies", nargs="+", default=["hetero_ddp", "hetero_node", "hetero_gossip_async"])
     parser.add_argument("--seconds", type=float, default=60.0, help="that the fit takes without faults")
     parser.add_argument("--mean", type=float, default=10.0, help="seconds between two faults")
-    parser.add_argument("--step", type=float, default=0.05, help="seconds that a step takes while all ranks are there")
+    parser.add_argument("--step", type=float, default=0.2, help="seconds that a step takes while all ranks are there")
     parser.add_argument("--save", type=float, default=5.0, help="seconds between checkpoints; all ranks meet")
     parser.add_argument("--grace", type=_grace, default="auto", help="the strategies' option: seconds, or auto")
     parser.add_argument("--seeds", type=int, default=2)
@@ -514,8 +522,8 @@ def run_strategy(name: str, options: argparse.Namespace, faults: tuple[str, ...]
 _COLUMNS = ("tried", "survived", "ended cleanly", "hung", "lost", "joined", "longest stall, s", "without faults, s")
 HEAD = "\n".join(
     [
-        f"| strategy | {' | '.join(_COLUMNS)} | throughput, of what the living could do | loss without | loss with |",
-        "|---" * (len(_COLUMNS) + 4) + "|",
+        f"| strategy | {' | '.join(_COLUMNS)} | goodput | and per process that lived | loss without | loss with |",
+        "|---" * (len(_COLUMNS) + 5) + "|",
     ]
 )
 
@@ -526,13 +534,22 @@ def row(name: str, plain: list[Result], struck: list[Result]) -> str:
         how: sum(outcomes[how] for result in struck for outcomes in result.outcomes.values())
         for how in ("survived", "ended", "hung", "lost")
     }
-    able = sum(result.samples for result in plain) / sum(result.living for result in plain)
     # What is trained on again after a checkpoint counts once.
     useful = sum(min(one.samples, other.samples) for one, other in zip(struck, plain, strict=True))
-    kept = useful / sum(result.living for result in struck) / able
+    possible = sum(result.samples for result in plain)
+    kept = [
+        useful / possible * sum(getattr(one, what) for one in plain) / sum(getattr(one, what) for one in struck)
+        for what in ("seconds", "living")
+    ]
     stalls = (f"{max(result.stall for result in results):.1f}" for results in (struck, plain))
     losses = (" ".join(_loss(result) for result in results) for results in (plain, struck))
-    cells = [sum(counts.values()), *counts.values(), sum(result.joined for result in struck), *stalls, f"{kept:.0%}"]
+    cells = [
+        sum(counts.values()),
+        *counts.values(),
+        sum(result.joined for result in struck),
+        *stalls,
+        *(f"{part:.0%}" for part in kept),
+    ]
     return f"| `{name}` | {' | '.join(map(str, [*cells, *losses]))} |"
 
 

@@ -1,4 +1,4 @@
-"""The task of the ranks, and what they write down; without Lightning, so that torchft's environment can import it."""
+"""What ranks write down; without Lightning, so that torchft's environment can import it."""
 
 import contextlib
 import json
@@ -7,17 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-from torch import nn
-from torch.utils.data import TensorDataset
 
-#: Samples per rank and step at the beginning; the global batch stays what it is then.
-BATCH = 8
+#: Windows of text per rank and step at the beginning; the global batch stays what it is then.
+BATCH = 2
+#: Of AdamW.
+RATE = 2e-3
 #: Seconds after which a fault should have been noticed, and of the longest wait.
 GRACE, TIMEOUT = 5.0, 60.0
-#: Positions in the file of a process: samples trained on, optimizer steps, when the latest one ended, the longest stall
-#: (the time from the end of a step to the end of the next one, less what the device takes for the samples of that one),
-#: the current rank, when the first step ended.
+#: Positions in the file of a process: samples that count (local steps do once they have been averaged), optimizer
+#: steps, when the latest one ended, the longest stall (the time from the end of a step to the end of the next one, less
+#: what the device takes for the samples of that one), the current rank, when the first step ended.
 SAMPLES, STEPS, LATEST, PAUSE, RANK, FIRST = range(6)
 
 
@@ -72,14 +71,3 @@ def write_ending(place: Place, result: dict[str, Any]) -> None:
     with contextlib.suppress(OSError):  # the folder may be gone
         path.with_suffix(".new").write_text(json.dumps(result))
         path.with_suffix(".new").rename(path)
-
-
-def regressor() -> nn.Module:
-    """What is trained."""
-    return nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 1))
-
-
-def samples(count: int, seed: int) -> TensorDataset:
-    """So many samples of a regression."""
-    x = torch.randn(count, 8, generator=torch.Generator().manual_seed(seed))
-    return TensorDataset(x, torch.sin(x.sum(1, keepdim=True)))

@@ -1,4 +1,4 @@
-"""What each rank runs: a small fit that takes a given time per sample, and writes down how far it is."""
+"""What each rank runs: a fit on text that takes a given time per sample, and writes down how far it is."""
 
 import ctypes
 import logging
@@ -18,16 +18,15 @@ from place import (
     LATEST,
     PAUSE,
     RANK,
+    RATE,
     SAMPLES,
     STEPS,
     TIMEOUT,
     Place,
     progress,
-    regressor,
-    samples,
     write_ending,
 )
-from torch import nn
+from text import Text, gpt, inner_optimizer, loss_of, windows
 from torch.utils.data import DataLoader
 
 from lightning_hetero.callbacks.resumable import ResumableCheckpoint
@@ -35,39 +34,43 @@ from lightning_hetero.errors import HeteroError
 from lightning_hetero.strategies.table import ENTRIES
 
 _NEW_NET, _DIE_WITH_PARENT = 0x40000000, 1
+windows()  # once for all processes, which are forked from one that has imported this file
 
 
 class Task(pl.LightningModule):
-    """A regression; each sample takes a given time. Faults that a process does to itself come by signals."""
+    """Continues text; each window takes a given time. Faults that a process does to itself come by signals."""
 
     def __init__(self, place: Place) -> None:
         super().__init__()
         torch.manual_seed(place.seed)
-        self.net = regressor()
+        self.net = gpt()
         self.cost = place.step / BATCH
         self.fault = ""
+        self.period, self.local = next(iter(place.options.values()), 1), 0
         self.progress = progress(place.folder, place.number)
-
-    def loss(self, batch: Any) -> torch.Tensor:
-        return nn.functional.mse_loss(self.net(batch[0]), batch[1])
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         fault, self.fault = self.fault, ""
         if fault == "error":
             raise ValueError("a fault of the schedule")
-        time.sleep(self.cost * len(batch[0]))
-        return self.loss(batch) * (float("nan") if fault == "nan" else 1.0)
+        until = time.monotonic() + self.cost * len(batch)
+        loss = loss_of(self.net, batch) * (float("nan") if fault == "nan" else 1.0)
+        time.sleep(max(0.0, until - time.monotonic()))
+        return loss
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         now, seen = time.monotonic(), self.progress
         if seen[LATEST]:
-            seen[PAUSE] = max(seen[PAUSE], now - seen[LATEST] - self.cost * len(batch[0]))
+            seen[PAUSE] = max(seen[PAUSE], now - seen[LATEST] - self.cost * len(batch))
         seen[FIRST] = seen[FIRST] or now
-        seen[SAMPLES] += len(batch[0])
+        self.local += len(batch)
+        if self.trainer.global_step % self.period == 0:
+            seen[SAMPLES] += self.local
+            self.local = 0
         seen[STEPS], seen[LATEST], seen[RANK] = self.trainer.global_step, now, self.trainer.global_rank
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.05)
+        return inner_optimizer(self.parameters(), RATE)
 
 
 def worker(place: Place) -> None:
@@ -119,9 +122,9 @@ def _fit(place: Place) -> dict[str, Any]:
         callbacks=[saves],
         **off,
     )
-    trainer.fit(task, DataLoader(samples(20_000, place.seed), batch_size=BATCH, shuffle=True))
+    trainer.fit(task, DataLoader(Text(20_000, place.seed), batch_size=BATCH, shuffle=True))
     with torch.no_grad():
-        return {"loss": task.loss(samples(2000, -1).tensors).item()}
+        return {"loss": loss_of(task.net, windows()[1]).item()}
 
 
 def _enter(space: str | None) -> None:

@@ -17,6 +17,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+sys.path.append(str(Path(__file__).parents[1] / "peers"))
 socket.gethostname = lambda: "127.0.0.1"  # what torchft tells the other replicas
 
 import torch
@@ -28,15 +29,14 @@ from place import (
     LATEST,
     PAUSE,
     RANK,
+    RATE,
     SAMPLES,
     STEPS,
     Place,
     progress,
-    regressor,
-    samples,
     write_ending,
 )
-from torch import nn
+from text import Text, gpt, inner_optimizer, loss_of, windows
 from torchft import Manager, ProcessGroupGloo
 from torchft.coordination import LighthouseServer
 from torchft.local_sgd import DiLoCo, LocalSGD
@@ -58,8 +58,8 @@ def serve(file: Path) -> None:
 def fit(place: Place, address: str) -> dict[str, Any]:
     """Train until so many steps are averaged."""
     torch.manual_seed(place.seed)
-    net = regressor()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+    net = gpt()
+    optimizer = inner_optimizer(net.parameters(), RATE)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
     def load(state: dict[str, Any]) -> None:
@@ -84,21 +84,24 @@ def fit(place: Place, address: str) -> dict[str, Any]:
     )
     averaging: Any
     if place.strategy == "torchft_diloco":
-        outer = torch.optim.SGD(net.parameters(), lr=0.7, momentum=0.9, nesterov=True)
+        outer = torch.optim.SGD(net.parameters(), lr=1.0)  # the mean, with which this task learns most
         averaging = DiLoCo(manager, [net], optimizer, outer, sync_every=EVERY)
     else:
         averaging = LocalSGD(manager, net, optimizer, sync_every=EVERY)
-    inputs, targets = samples(20_000, place.seed).tensors
+    os.environ |= place.variables
+    text = Text(20_000, place.seed)
     dice = torch.Generator().manual_seed(1000 * place.seed + place.number)
     seen, local = progress(place.folder, place.number), 0
     seen[RANK] = int(place.variables["RANK"])
     with averaging:
         while manager.current_step() * EVERY < place.steps:
             before, local = manager.current_step(), local + 1
-            chosen = torch.randint(len(inputs), (BATCH,), generator=dice)
-            time.sleep(place.step)
+            chosen = torch.randint(len(text), (BATCH,), generator=dice)
+            until = time.monotonic() + place.step
             optimizer.zero_grad()
-            nn.functional.mse_loss(net(inputs[chosen]), targets[chosen]).backward()
+            loss = loss_of(net, torch.stack([text[int(index)] for index in chosen]))
+            time.sleep(max(0.0, until - time.monotonic()))
+            loss.backward()
             optimizer.step()  # and an average, when it is time
             now = time.monotonic()
             if seen[LATEST]:
@@ -108,8 +111,7 @@ def fit(place: Place, address: str) -> dict[str, Any]:
             if manager.current_step() == before + 1:  # more: it has copied another replica, and its own steps are lost
                 seen[SAMPLES] += EVERY * BATCH
     with torch.no_grad():
-        inputs, targets = samples(2000, -1).tensors
-        return {"loss": nn.functional.mse_loss(net(inputs), targets).item()}
+        return {"loss": loss_of(net, windows()[1]).item()}
 
 
 def replica(place: Place, address: str) -> None:
@@ -129,6 +131,7 @@ def replica(place: Place, address: str) -> None:
 def main() -> None:
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
+    windows()  # once for all that are forked
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for them
     for line in sys.stdin:
         order = json.loads(line)

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 from lightning_hetero.algorithms.async_center import ExchangeRates
 from lightning_hetero.algorithms.base import StepContext
-from lightning_hetero.algorithms.diloco_async import DelayedNesterov, OuterAsyncAverager, RoundStep
+from lightning_hetero.algorithms.diloco_async import OuterAsyncAverager
 from lightning_hetero.algorithms.easgd_async import AsyncElasticAverager
+from lightning_hetero.algorithms.outer_rules import DelayedNesterov, RoundStep
 from lightning_hetero.comm.all_reduce import Traffic
 from lightning_hetero.comm.centers import client
 from lightning_hetero.comm.centers.base import Center, CenterLayout, PushPull, push_center, subtract_center

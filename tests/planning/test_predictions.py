@@ -16,8 +16,9 @@ from lightning_hetero.batching.shares import Cost, makespan
 from lightning_hetero.comm import all_reduce
 from lightning_hetero.errors import ConfigurationError
 from lightning_hetero.planning.cluster import Cluster, LinkModel
+from lightning_hetero.planning.plan import efficiencies
 from lightning_hetero.planning.predictions import AVERAGES, CENTERS, DASO, PAIRS, WIRES, predictions
-from lightning_hetero.planning.strategy_choice import AutoLimits, changes, choose, efficiencies
+from lightning_hetero.planning.strategy_choice import AutoLimits, changes, choose
 from lightning_hetero.strategies.table import ENTRIES
 
 WITHIN = LinkModel(2e-5, 5e9)
