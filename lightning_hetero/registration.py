@@ -31,7 +31,7 @@ def register_with_lightning() -> None:
         sys.meta_path.insert(0, _After(LIGHTNING, lambda: import_module(STRATEGIES)))
     if any(isinstance(finder, _OldNames) for finder in sys.meta_path) or "pytorch_lightning" in sys.modules:
         return
-    sys.meta_path.insert(0, _After("pytorch_lightning", _refuse_apart) if _differ() else _OldNames())
+    sys.meta_path.insert(0, _After("pytorch_lightning", _refuse_pytorch_lightning) if _differ() else _OldNames())
 
 
 def why_not_aliased() -> str:
@@ -56,7 +56,7 @@ def _differ() -> tuple[str, str] | None:
     return (new, old) if new.split(".")[:2] != old.split(".")[:2] else None
 
 
-def _refuse_apart() -> None:
+def _refuse_pytorch_lightning() -> None:
     import_module(f"{STRATEGIES}.table").refuse_elsewhere()
 
 
@@ -94,8 +94,8 @@ class _OldNames(MetaPathFinder, Loader):
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         root, new = fullname.partition(".")[0], _new_name(fullname)
-        apart = root in sys.modules and sys.modules[root] is not sys.modules.get(OLD_NAMES.get(root, ""))
-        spec = importlib.util.find_spec(new) if new is not None and not apart else None
+        separate = root in sys.modules and sys.modules[root] is not sys.modules.get(OLD_NAMES.get(root, ""))
+        spec = importlib.util.find_spec(new) if new is not None and not separate else None
         if spec is None:
             return None
         return ModuleSpec(fullname, self, is_package=spec.submodule_search_locations is not None)

@@ -281,8 +281,8 @@ def plan(
         )
     else:
         names = list(dict.fromkeys(["ddp", "hetero_ddp", *(one.prediction.name for one in found)]))[:4]
-        apart = next(one.prediction for one in found if not one.prediction.exact)
-        _scaling(console, cluster, efficiencies(cluster, names, most, apart.every, apart.wire), most, out)
+        inexact = next(one.prediction for one in found if not one.prediction.exact)
+        _scaling(console, cluster, efficiencies(cluster, names, most, inexact.every, inexact.wire), most, out)
     console.print("Predicted, not measured: docs/planning.md says what the arithmetic leaves out.")
 
 

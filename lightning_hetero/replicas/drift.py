@@ -107,8 +107,8 @@ def drifts(rows: Sequence[Tensor], ranks: Sequence[int], names: Sequence[str]) -
     first, norm = rows[0][:, 0], float(rows[0][:, 1].norm())
     found = []
     for rank, other in zip(ranks[1:], rows[1:], strict=True):
-        apart = (other[:, 0] - first).abs()
-        distance = float(apart.norm()) / norm if norm else float(apart.norm())
-        name = names[int(apart.nan_to_num(math.inf).argmax())] if names else ""
+        difference = (other[:, 0] - first).abs()
+        distance = float(difference.norm()) / norm if norm else float(difference.norm())
+        name = names[int(difference.nan_to_num(math.inf).argmax())] if names else ""
         found.append(Drift(rank, distance, name))
     return found

@@ -247,7 +247,7 @@ class AutoStrategy(ReplicaStrategy):
         broadcast_values(
             self.trainer.lightning_module
         )  # unlike devices round differently, and buffers are each rank's own
-        self.begin_apart()
+        self.start_averager()
         self.wrap_in_view()
         self.continue_in_view()
 

@@ -176,7 +176,7 @@ class ReplicaStrategy(HeteroStrategy):
             if self.ticket is None:  # else all have loaded the same values
                 self._broadcast_values()
             self._metrics = LoggedMetrics(trainer)
-            self.begin_apart()
+            self.start_averager()
             if self.engine.averages:
                 raise_on_all(two_points(self.optimizers), "the optimizers")
             self.weight_averages = WeightAverages.of(callbacks if self.engine.averages else (), self.module)
@@ -188,7 +188,7 @@ class ReplicaStrategy(HeteroStrategy):
         else:
             self.share_shards()
 
-    def begin_apart(self) -> None:
+    def start_averager(self) -> None:
         """Let a new averager serve the replicas, which hold the same values (collective)."""
         say_outcome(self._start(self.make_averager()), type(self).__name__)
 

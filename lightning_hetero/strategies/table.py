@@ -202,7 +202,7 @@ def refuse_elsewhere() -> None:
     for package, name in (("pytorch_lightning", "StrategyRegistry"), ("lightning_fabric", "STRATEGY_REGISTRY")):
         own = getattr(sys.modules.get(f"{package}.strategies"), name, None)
         if own is not None and own is not StrategyRegistry and own is not FABRIC:
-            _show_unknown(own, _refuse_apart if name == "StrategyRegistry" else _refuse_in_fabric)
+            _show_unknown(own, _refuse_pytorch_lightning if name == "StrategyRegistry" else _refuse_in_fabric)
 
 
 class _Names(list):
@@ -280,7 +280,7 @@ def _refuse_in_fabric(asked: object) -> None:
         )
 
 
-def _refuse_apart(asked: object) -> None:
+def _refuse_pytorch_lightning(asked: object) -> None:
     """Raise an error if the Trainer of another package is given one of these strategies."""
     if _meant(asked) is not None:
         raise ConfigurationError(
