@@ -1,4 +1,4 @@
-"""What checkpoints cost a step: `ResumableCheckpoint` in the background, and not; at most 10% is the goal.
+"""Cost of checkpoints for a step: `ResumableCheckpoint` in the background, and not; at most 10% is the goal.
 
 Three kinds of fits in turn: without checkpoints, with checkpoints in the background, and with checkpoints that training
 waits for. Taken on rank 0: the time inside the callback at the end of a batch after which it saves, which holds the

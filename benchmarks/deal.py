@@ -1,4 +1,4 @@
-"""How long it takes to deal a batch by cost, and by how much that shortens steps, as the cost model has it.
+"""Time to deal a batch by cost, and the gain in steps, as the cost model has it.
 
 Lengths are lognormal, with a deviation of 0.8; ranks have speeds 1, 2, 4 and 8 in turn, within 10%, and fixed costs of
 up to the cost of a mean sample. Nothing is trained: seconds of steps are those of the model, `a + k * cost`. "by

@@ -1,4 +1,4 @@
-"""How soon batches are split as well as they can be, by strategy, on four ranks of emulated, unequal speed.
+"""Speed of the first 72 steps, against the best split, by strategy, on four ranks of emulated, unequal speed.
 
 Rank i takes (10 + 4 n) / speed_i ms for n samples, with speeds 0.8, 0.4, 0.2, 0.2, by a delay that uses no core. Global
 batch: 64 samples; 72 steps in epochs of 12. Shares are even at first, and nothing is known of the ranks. By hand: even

@@ -1,4 +1,4 @@
-"""What each strategy costs on a GPU: step time, waits of the host, memory on the device.
+"""Cost of each strategy on a GPU: step time, waits of the host, memory on the device.
 
 A transformer of 100 M parameters, AdamW, 8192 tokens per rank and step. Ranks share the GPU, each as a node of its own,
 so that one GPU is enough: what is compared are runs of as many ranks on the same GPU. Strategies exchange every 4

@@ -22,7 +22,7 @@ import torch
 
 
 def start(main: Callable[[], None], worker: Callable[..., Any]) -> None:
-    """What a benchmark's script does: ``main`` launches ranks, on each of which ``worker`` finds figures."""
+    """Script of a benchmark: ``main`` launches ranks, on each of which ``worker`` finds figures."""
     if sys.argv[1:2] != ["worker"]:
         main()
         return
@@ -37,7 +37,7 @@ def start(main: Callable[[], None], worker: Callable[..., Any]) -> None:
 
 
 def options(doc: str, repeats: int, **others: int | str) -> argparse.Namespace:
-    """What a user has asked for: how many repeats, and other options, by their defaults."""
+    """Options from the command line: the number of repeats, and others, by their defaults."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, default in {"repeats": repeats, **others}.items():
         parser.add_argument(f"--{name}", type=type(default), default=default)
@@ -102,7 +102,7 @@ def quiet_trainer(**options: Any) -> pl.Trainer:
 
 
 def machine() -> str:
-    """What the figures were measured on."""
+    """Machine that the figures were measured on."""
     import lightning
 
     load = os.getloadavg()[0]

@@ -1,4 +1,4 @@
-"""What a join costs those that train: one of three ranks is killed, started again, and comes back.
+"""Cost of a join for those that train: one of three ranks is killed, started again, and comes back.
 
 Prints how long the others stand still, next to the time in which one copy of the model goes from rank 0 to the others,
 and how much memory a join takes at its peak beyond what training takes, in copies of the model.

@@ -1,4 +1,4 @@
-"""What `hetero_ddp` and `HeteroMonitor` cost where there is nothing to gain: ranks alike, against Lightning's `ddp`.
+"""Cost of `hetero_ddp` and `HeteroMonitor` where there is nothing to gain: ranks alike, against Lightning's `ddp`.
 
 Wall seconds per step, and CPU seconds per step of all threads of all ranks, as ratios of alternating runs. For the
 monitor also the time inside its own code as a part of a step, which is sharper; its report at the end belongs to none.
@@ -177,7 +177,7 @@ def main() -> None:
 
 
 def ratio(runs: dict[str, list[dict[str, float]]], what: str, own: str, base: str) -> str:
-    """How much more a contender takes than another one, run by run."""
+    """Ratio of the times of two contenders, run by run."""
     return jobs.spread([a[what] / b[what] for a, b in zip(runs[own], runs[base], strict=True)])
 
 

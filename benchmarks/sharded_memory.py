@@ -1,4 +1,4 @@
-"""What each rank holds of a model in two replicas of two ranks, in bytes per parameter: in shards, and whole.
+"""Memory of each rank for a model in two replicas of two ranks, in bytes per parameter: in shards, and whole.
 
 Tensors are counted in training, on the CPU: parameters, gradients, the optimizer's moments, and all others that are
 alive and of more than a few bytes, which are the algorithm's. Gradients count as many bytes as parameters, although
@@ -95,7 +95,7 @@ class Count(pl.Callback):
 
 
 def fit(name: str, shards: bool, width: int) -> list[dict[str, int]]:
-    """What each rank holds."""
+    """Memory of each rank."""
     options: dict[str, Any] = {"ranks_per_node": 2, "within": "gloo", **EXTRA.get(name, {})}
     if name != "hetero_ddp":
         options[PERIODS.get(name, "tau")] = 2

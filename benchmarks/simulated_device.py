@@ -1,4 +1,4 @@
-"""How long exchanges keep a device from training, by strategy, in the time of a simulated device.
+"""Time for which exchanges keep a device from training, by strategy, on a simulated device.
 
 The device of the tests (a C++ compiler and PyTorch 2.13 are needed) counts in simulated seconds: a step takes 30 ms,
 and copies between the device and the host go at 10 GB/s. The model stands for one of 100 million, or of 1.3 billion,

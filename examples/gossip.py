@@ -47,7 +47,7 @@ class DigitReader(LightningModule):
 
 
 class Stopwatch(Callback):
-    """How long this rank needed for the batches of each epoch, before it met the others at its end."""
+    """Print this rank's seconds for the batches of each epoch, before it met the others at its end."""
 
     def __init__(self):
         self.seconds = []

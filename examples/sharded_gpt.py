@@ -107,7 +107,7 @@ class Text(LightningDataModule):
 
 
 class Tell(Callback):
-    """What each rank holds, and with whom it exchanges it; then the loss of rank 0 now and then."""
+    """Print the shards of each rank and its partners; then the loss of rank 0 now and then."""
 
     def on_train_start(self, trainer, pl_module):
         whole = sum(p.numel() for p in pl_module.parameters())

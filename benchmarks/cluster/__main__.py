@@ -61,7 +61,7 @@ what the exchanges' values take.\
 
 
 def speedups(runs: list[dict[str, Any]], contenders: list[str]) -> Table:
-    """How many times as fast this package's strategies are as the others: median and range over runs."""
+    """Speed of this package's strategies over that of the others: median and range over runs."""
     ours = [name for name in contenders if name.startswith("hetero")]
     others = [name for name in contenders if name not in ours]
     result = Table(title="times as fast as")

@@ -1,4 +1,4 @@
-"""What each rank of the emulated cluster runs: every contender in turn, several times, in the same processes."""
+"""Rank of the emulated cluster: every contender in turn, several times, in the same processes."""
 
 import json
 import os
@@ -31,7 +31,7 @@ MODELS = {"cnn": cnn, "deep": deep}
 
 
 class Watched(pl.LightningModule):
-    """Notes when each step begins, of how many samples, what has been sent by then and how long has been waited."""
+    """Keeps when each step begins, of how many samples, what has been sent by then and how long has been waited."""
 
     def __init__(self, model: str) -> None:
         super().__init__()

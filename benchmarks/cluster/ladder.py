@@ -64,7 +64,7 @@ def table(runs: list[dict[str, Any]]) -> Table:
 
 
 def bounds(options: argparse.Namespace, runs: list[dict[str, Any]]) -> str:
-    """What the link allows, by arithmetic."""
+    """Limit that the link sets, by arithmetic."""
     rate, p = runner.network.Link(options.rate).bits_per_s / 8, options.nodes
     size = next(run["ranks"][0]["theory"] for run in runs if "overlap" in run["contender"]) * p / (2 * (p - 1))
     vector, compute = size / rate, max(options.delay)

@@ -35,7 +35,7 @@ PARAMETERS = 2_150_000
 
 
 class Contender(NamedTuple):
-    """What runs, and under which strategy string and wire it is predicted.
+    """Contender, with the strategy string and wire under which it is predicted.
 
     Attributes:
         settles: steps after which its shares stay, on unlike devices.
@@ -135,7 +135,7 @@ def on_cluster(options: argparse.Namespace, speeds: tuple[float, ...], console: 
 def cluster_of(
     options: argparse.Namespace, costs: list[list[float]], alone: list[float], links: dict[str, Any]
 ) -> Cluster:
-    """What is known before anything is trained together."""
+    """Measurements of the ranks, before they train together."""
     ranks = []
     for (_, per_sample), seconds in zip(costs, alone, strict=True):
         ranks.append(Cost(max(seconds - per_sample * options.batch, 0.0), per_sample))
@@ -177,7 +177,7 @@ def table(title: str, found: list[Outcome]) -> Table:
 
 
 def summary(everything: list[list[Outcome]]) -> str:
-    """How far off the predictions are, whether they name the best, and how near to it `hetero_auto` comes."""
+    """Errors of the predictions, whether they name the best, and how near to it `hetero_auto` comes."""
     errors = sorted(abs(one.error) for found in everything for one in found if one.error is not None)
     named, reached = 0, []
     for *found, auto in everything:

@@ -1,4 +1,4 @@
-"""What each rank of `predicted.py` runs: the links are measured, and then every contender trains in turn."""
+"""Rank of `predicted.py`: the links are measured, and then every contender trains in turn."""
 
 import json
 import os

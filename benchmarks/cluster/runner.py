@@ -17,7 +17,7 @@ from rich.console import Console
 
 
 def add_options(parser: argparse.ArgumentParser, nodes: int, ranks: int, rate: str, batch: int, steps: int) -> None:
-    """What all benchmarks on the cluster take."""
+    """Options of all benchmarks on the cluster."""
     parser.add_argument("--nodes", type=int, default=nodes)
     parser.add_argument("--ranks", type=int, default=ranks, help="of each node")
     parser.add_argument("--rate", default=rate, help="of each node's link, such as 200mbit or 1gbit")

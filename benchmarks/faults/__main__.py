@@ -1,4 +1,4 @@
-"""What faults cost a fit: ranks are killed, frozen, cut off, or fail, at random moments, and the fit goes on.
+"""Cost of faults: ranks are killed, frozen, cut off, or fail, at random moments, and the fit goes on.
 
     python benchmarks/faults --seconds 30 --mean 8 --seeds 1 --strategies hetero_ddp           # two minutes
     python benchmarks/faults --ranks 8 --step 0.4 --seconds 300 --mean 20 --restart 2 --faults killed frozen error
@@ -81,7 +81,7 @@ TORCHFT_FAULTS = ("killed", "frozen", "error")  # by an error torchft's processe
 
 @dataclass
 class Result:
-    """What became of a fit.
+    """Result of a fit.
 
     Attributes:
         outcomes: by fault, how often it was survived, ended the fit cleanly, made it hang, or was lost.

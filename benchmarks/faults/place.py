@@ -1,4 +1,4 @@
-"""What ranks write down; without Lightning, so that torchft's environment can import it."""
+"""Files in which ranks report their progress; without Lightning, so that torchft's environment can import it."""
 
 import contextlib
 import json
@@ -22,7 +22,7 @@ SAMPLES, STEPS, LATEST, PAUSE, RANK, FIRST = range(6)
 
 @dataclass(frozen=True)
 class Place:
-    """Where a process runs, and what it does.
+    """Place and task of a process.
 
     Attributes:
         folder: to write to.
@@ -54,13 +54,13 @@ class Place:
 
 
 def progress(folder: str, number: int) -> Any:
-    """How far a process is: numbers in a file, which stay when it is killed."""
+    """Progress of a process: numbers in a file, which stay when it is killed."""
     path = Path(folder, f"progress{number}")
     return np.memmap(path, dtype="d", mode="r+" if path.exists() else "w+", shape=(6,))
 
 
 def ending(folder: str, number: int) -> Any:
-    """How a process has ended by itself; ``None`` if it has not."""
+    """Result of a process that has ended by itself; ``None`` if it has not."""
     path = Path(folder, f"end{number}")
     return json.loads(path.read_text()) if path.exists() else None
 

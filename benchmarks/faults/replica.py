@@ -1,4 +1,4 @@
-"""What each rank runs: a fit on text that takes a given time per sample, and writes down how far it is."""
+"""Rank of a fit on text that takes a given time per sample, and writes down its progress."""
 
 import ctypes
 import logging

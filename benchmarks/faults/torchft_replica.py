@@ -1,4 +1,4 @@
-"""What each replica runs under torchft: LocalSGD or DiLoCo in a plain loop.
+"""Replica under torchft: LocalSGD or DiLoCo in a plain loop.
 
 It reads orders from its standard input, a line of JSON each: a `Place` for a replica, or a path to write the address of
 a new lighthouse to. For each it forks a process, so that one that starts again need not import anything, and prints its

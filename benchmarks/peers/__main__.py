@@ -1,4 +1,4 @@
-"""What people use today beside this package: the same task, links and devices for all, in one table.
+"""Comparison with other packages: the same task, links and devices for all, in one table.
 
     sudo python benchmarks/peers --envs peers-envs --make-envs --save runs.json    # all contenders, three links
     sudo python benchmarks/peers --envs peers-envs --rates 200mbit --seeds 1 ddp torchft_diloco:every=16 hetero_daso
@@ -47,6 +47,7 @@ OURS = (
     f"hetero_ddp:wire=powersgd:4,{OFF}",
     f"hetero_node:every_n_steps=16,{OFF}",
     f"hetero_daso:warmup=0,cooldown=0,patience=1000,wire=bf16,global_every=4,wait=auto,{OFF}",
+    f"hetero_daso:warmup=0,cooldown=0,patience=1000,wire=int4,global_every=4,wait=auto,{OFF}",
     f"hetero_diloco:tau=16,{NODES},wire=int4,{OFF}",
     f"hetero_diloco:tau=16,{NODES},wire=2bit:decay=0.95,{OFF}",
     f"hetero_diloco:tau=16,{NODES},wire=int4,fragments=2,delay=4,blend=0.5,{OFF}",
@@ -140,7 +141,7 @@ def with_defaults(options: argparse.Namespace) -> None:
 
 
 def headline(options: argparse.Namespace) -> str:
-    """What is run, and where."""
+    """Headline of a table: the runs, and the machine."""
     devices = f"{SPEEDS} samples per ms" if options.unequal else f"{1e3 * options.delay:.0f} ms a step at least"
     return (
         f"{options.nodes} nodes of {options.ranks} ranks, links of {options.rate}; {options.batch} samples per rank "
@@ -150,7 +151,7 @@ def headline(options: argparse.Namespace) -> str:
 
 
 def table(runs: Sequence[outcome.Run], options: argparse.Namespace) -> Any:
-    """What the runs on one kind of link come to."""
+    """Table of the runs on one kind of link."""
     goal = outcome.Goal(options.loss, options.equal)
     if options.search:
         return outcome.best_rates(runs, goal)

@@ -1,4 +1,4 @@
-"""What each rank runs under accelerate: its LocalSGD, as its guide has it."""
+"""Rank under accelerate: its LocalSGD, as in its guide."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,4 +1,4 @@
-"""What every rank of every peer has in common: the task, when to stop, what is noted, how weights are tested.
+"""Common parts of all peers: the task, the end of a run, the record of a fit, the test of weights.
 
 Needs torch and NumPy only, so that each peer can have an environment of its own.
 """
@@ -24,7 +24,7 @@ LAST = -1  # the key of the weights that a fit leaves
 
 @dataclass(frozen=True)
 class Task:
-    """What is trained, and for how long.
+    """Task of a fit, and its length.
 
     Attributes:
         steps: of each rank, at most.
@@ -44,7 +44,7 @@ class Task:
 
 
 class Board:
-    """Where ranks post their steps, and rank 0 the one before which all stop: a file, so that no link carries it.
+    """Board on which ranks post their steps, and rank 0 the last one: a file, so that no link carries it.
 
     Args:
         file: the same for all ranks, and not used by another fit before.
@@ -78,8 +78,8 @@ class Board:
         return step < min(self._task.steps, self._slots[self._world] or self._task.steps)
 
 
-class Notes:
-    """What a rank notes of a fit.
+class Record:
+    """Record of a fit, on one rank.
 
     Args:
         every: steps between two copies of the weights; they are taken while the device would compute.
@@ -93,7 +93,7 @@ class Notes:
     def begin(self, net: nn.Module, samples: int) -> None:
         """A step begins."""
         step = len(self.figures["samples"])
-        self.moment()
+        self.times_and_bytes()
         self.figures["samples"].append(samples)
         if step % self.every == 0:
             self.weights[step] = flat(net)
@@ -102,7 +102,7 @@ class Notes:
         """The step's loss."""
         self.figures["losses"].append(loss.item())
 
-    def moment(self) -> None:
+    def times_and_bytes(self) -> None:
         """The time, and what the node has sent by now; also once after the last step."""
         self.figures["times"].append(time.perf_counter())  # one clock for all processes of the machine
         self.figures["sent"].append(network.bytes_sent())

@@ -1,4 +1,4 @@
-"""What each rank runs under hivemind: its Optimizer, with a DHT among the nodes.
+"""Rank under hivemind: its Optimizer, with a DHT among the nodes.
 
 ``hivemind_local:every=16``: ranks step by themselves and average their parameters in the background, as hivemind's
 quick start has it; an epoch is as many samples as all ranks take in 16 steps. ``hivemind_gradients``: ranks add up
@@ -39,7 +39,7 @@ def network_of(setting: plain.Setting) -> Iterator[hivemind.DHT]:
 
 
 def common_options(setting: plain.Setting, dht: hivemind.DHT) -> dict[str, Any]:
-    """What both ways have in common."""
+    """Options that both ways have in common."""
     seconds = float(setting.options.get("matchmaking", 3))
     averager = {"target_group_size": setting.meeting.world}  # a full group begins at once
     return {
@@ -56,7 +56,7 @@ def common_options(setting: plain.Setting, dht: hivemind.DHT) -> dict[str, Any]:
 
 
 def wire(setting: plain.Setting) -> Any:
-    """How values are sent."""
+    """Compression of messages."""
     return NoCompression() if setting.options.get("wire", "fp16") == "fp32" else Float16Compression()
 
 

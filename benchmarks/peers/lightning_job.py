@@ -1,4 +1,4 @@
-"""What each rank runs under Lightning: its strategies, and this package's."""
+"""Rank under Lightning: its strategies, and this package's."""
 
 import json
 import os
@@ -18,26 +18,26 @@ from torch.utils.data import DataLoader
 from lightning_hetero import EmulatedSpeed
 
 
-class Noted(pl.LightningModule):
-    """Continues text; notes what it does, and ends when the board says so."""
+class Recorded(pl.LightningModule):
+    """Continues text, with a record of the fit; it ends when the board says so."""
 
-    def __init__(self, notes: common.Notes, board: common.Board, rate: float) -> None:
+    def __init__(self, record: common.Record, board: common.Board, rate: float) -> None:
         super().__init__()
         self.net = gpt()
-        self.notes, self.board, self.rate = notes, board, rate
+        self.record, self.board, self.rate = record, board, rate
 
     def on_train_start(self) -> None:
         self.board.go_on(0)
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        self.notes.begin(self.net, len(batch))
+        self.record.begin(self.net, len(batch))
         loss = loss_of(self.net, batch)
-        self.notes.loss(loss)
+        self.record.loss(loss)
         return loss
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         if not self.board.go_on(batch_idx + 1):
-            self.notes.moment()
+            self.record.times_and_bytes()
             self.trainer.should_stop = True
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -48,15 +48,15 @@ def fit(contender: str, task: common.Task, board: common.Board, folder: Path) ->
     """Train; what has been noted."""
     contender, rate = systems.without_rate(contender)
     torch.manual_seed(task.seed)
-    module = Noted(common.Notes(task.every), board, rate)
+    module = Recorded(common.Record(task.every), board, rate)
     costs = task.costs
     if contenders.is_alone(contender):
         costs = [costs[int(os.environ["RANK"])]]
     slowed = EmulatedSpeed([(fixed, per_sample) for fixed, per_sample in costs])
     trainer = contenders.trainer(contender, max_steps=task.steps, max_epochs=1, callbacks=[slowed])
     trainer.fit(module, DataLoader(Text(task.batch * task.steps * len(costs), task.seed), batch_size=task.batch))
-    module.notes.leave(module.net, folder)
-    return module.notes.figures
+    module.record.leave(module.net, folder)
+    return module.record.figures
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""What runs come to: figures of one run, and tables of many."""
+"""Figures of one run, and tables of many."""
 
 import math
 import statistics
@@ -39,7 +39,7 @@ class Figures(NamedTuple):
 
 
 class Goal(NamedTuple):
-    """What runs are compared by: losses on text that nobody trains on, of the mean of all ranks' weights.
+    """Goal of runs: losses on text that nobody trains on, of the mean of all ranks' weights.
 
     Attributes:
         loss: to be reached.
@@ -93,7 +93,7 @@ def spread(values: Sequence[float], form: str, missing: str = "") -> str:
 
 
 def times_as_fast(own: Sequence[Figures], base: Sequence[Figures]) -> str:
-    """How many times as soon the goal is reached, run by run; at least that many where the base never reaches it."""
+    """Ratio of the times to the goal, run by run; a lower bound where the base never reaches it."""
     ratios = [
         min(b.to_goal, b.seconds) / o.to_goal for o, b in zip(own, base, strict=bool(base)) if math.isfinite(o.to_goal)
     ]

@@ -24,7 +24,7 @@ LIMIT = timedelta(minutes=10)  # for all ranks to come
 
 
 class Meeting:
-    """Where all ranks meet before and after a fit, whatever they train with."""
+    """Rendezvous of all ranks before and after a fit, whatever they train with."""
 
     def __init__(self) -> None:
         self.rank, self.world, self.times = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), 0
@@ -32,7 +32,7 @@ class Meeting:
         self.store = dist.TCPStore(address, port, is_master=self.rank == 0, timeout=LIMIT, wait_for_workers=False)
 
     def gather(self, mine: Any) -> list[Any]:
-        """What each rank has brought; waits for all."""
+        """Gather a value of each rank; waits for all."""
         self.times += 1
         self.store.set(f"{self.times}/{self.rank}", json.dumps(mine))
         return [json.loads(self.store.get(f"{self.times}/{rank}")) for rank in range(self.world)]
@@ -46,7 +46,7 @@ class Meeting:
 
 @dataclass(frozen=True)
 class Setting:
-    """What a peer begins with.
+    """Input of a peer.
 
     Attributes:
         net: the network, with the first weights.
@@ -77,7 +77,7 @@ def _nothing() -> None:
 
 
 class Parts(NamedTuple):
-    """What a peer trains with.
+    """Parts with which a peer trains.
 
     Attributes:
         model: called with codes of characters.
@@ -102,7 +102,7 @@ def fit(peer: Peer, setting: Setting, board: common.Board, folder: Path) -> dict
     fixed, per_sample = task.costs[rank]
     device = fixed + per_sample * task.batch
     stream = Text(task.batch * task.steps * world, task.seed)
-    notes = common.Notes(task.every)
+    record = common.Record(task.every)
     ends = 0.0  # when the device has computed the step
 
     def until(end: float) -> None:
@@ -112,13 +112,13 @@ def fit(peer: Peer, setting: Setting, board: common.Board, folder: Path) -> dict
     next(net.parameters()).register_hook(lambda _: until(ends))
     with peer(setting) as (model, optimizer, after, backward):
         meeting.gather("ready")
-        while board.go_on(step := len(notes.figures["samples"])):
+        while board.go_on(step := len(record.figures["samples"])):
             first = step * task.batch * world
             batch = torch.stack([stream[index] for index in range(first + rank, first + task.batch * world, world)])
             began = time.perf_counter()
-            notes.begin(net, len(batch))
+            record.begin(net, len(batch))
             loss = loss_of(model, batch)
-            notes.loss(loss)
+            record.loss(loss)
             # A backward pass computes two gradients where the forward pass computes one output: `EmulatedSpeed`, too.
             until(began + device / 3)
             ends = began + device
@@ -126,9 +126,9 @@ def fit(peer: Peer, setting: Setting, board: common.Board, folder: Path) -> dict
             backward(loss)
             optimizer.step()
             after()
-        notes.moment()
-    notes.leave(net, folder)
-    return notes.figures
+        record.times_and_bytes()
+    record.leave(net, folder)
+    return record.figures
 
 
 def main(peers: dict[str, Peer], together: bool = True) -> None:

@@ -1,4 +1,4 @@
-"""Which system each contender belongs to, what runs it, and the environment of its own that it needs."""
+"""Systems that are compared: their scripts, and the environments that they need."""
 
 import argparse
 import subprocess
@@ -12,7 +12,7 @@ CONSTRAINTS = HERE.parents[1] / "constraints.txt"
 
 
 class System(NamedTuple):
-    """What people use.
+    """System that is compared.
 
     Attributes:
         prefix: of its contenders' names.
@@ -43,7 +43,7 @@ SYSTEMS = (
 
 
 def system_of(contender: str) -> System:
-    """Which runs a contender, by how its name begins."""
+    """System of a contender, by the beginning of its name."""
     return next(system for system in SYSTEMS if contender.startswith(system.prefix))
 
 
@@ -65,7 +65,7 @@ def with_rate(contender: str, rate: float) -> str:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Where environments are."""
+    """Add the options that say where environments are."""
     parser.add_argument("--envs", type=Path, default=HERE / ".envs", help="folder of the peers' environments")
     parser.add_argument("--make-envs", action="store_true", help="make those that are missing, with pip, first")
 

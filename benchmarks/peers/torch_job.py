@@ -1,4 +1,4 @@
-"""What each rank runs under PyTorch's own averagers, in a plain loop. Needs PyTorch only."""
+"""Rank under PyTorch's own averagers, in a plain loop. Needs PyTorch only."""
 
 import os
 from collections import OrderedDict

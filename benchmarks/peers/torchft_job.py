@@ -1,4 +1,4 @@
-"""What each rank runs under torchft: its LocalSGD and DiLoCo, in a plain loop.
+"""Rank under torchft: its LocalSGD and DiLoCo, in a plain loop.
 
 Contenders: ``torchft_localsgd:every=16`` and
 ``torchft_diloco:every=16,fragments=2,delay=4,blend=0.5,outer_lr=0.7,outer_momentum=0.9,replica=node``.

@@ -55,7 +55,7 @@ class DigitReader(LightningModule):
 
 
 def train(options):
-    """What each worker runs."""
+    """Train, on one worker."""
     seed_everything(1)
     torch.set_num_threads(1)
     digits = load_digits()
