@@ -37,8 +37,9 @@ def load(library: str) -> str:
     torch.utils.rename_privateuse1_backend("fake")
     torch._register_device_module("fake", _module())
     torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
-    # Autograd gives each device a thread when a process first uses it. A forked process cannot make up for that.
-    torch.autograd.set_multithreading_enabled(False)
+    # Autograd gives each device a thread when a process first uses it. A forked process cannot make up for that; one
+    # that has just started can: see `test_autograd_threads.py`.
+    torch.autograd.set_multithreading_enabled("FAKE_THREADS" in os.environ)
     AcceleratorRegistry.register("fake", FakeAccelerator, description="in host memory, for tests")
     return "fake"
 
