@@ -85,7 +85,7 @@ def prose(page: Path) -> str:
 
 
 def links(page: Path) -> list[str]:
-    """Where a page leads to within the repository."""
+    """Targets within the repository of the links of a page."""
     found = re.findall(r"\]\(([^)\s]+)\)", prose(page))
     return [target for target in found if not target.startswith(("http://", "https://"))]
 
@@ -109,5 +109,5 @@ def named_tests(text: str) -> list[tuple[str, str | None]]:
 
 
 def files_named(name: str) -> list[Path]:
-    """What a name or pattern stands for."""
+    """Files that a name or pattern stands for."""
     return sorted(ROOT.glob(name)) if name.startswith("tests/") else sorted((ROOT / "tests").rglob(name))

@@ -241,7 +241,7 @@ def test_what_is_wrong_is_said_without_a_page_of_options(argument, words, monkey
 
 
 def said(arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
-    """What a command prints before it ends."""
+    """Output of a command that ends."""
     monkeypatch.setattr(sys, "argv", ["lightning-hetero"])
     with pytest.raises(SystemExit, match=r"^(0|None)$"):
         main(arguments)

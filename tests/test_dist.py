@@ -1,4 +1,4 @@
-"""What is released: the sdist and the wheel hold what they should, and the wheel works without this checkout."""
+"""Releases: the sdist and the wheel hold what they should, and the wheel works without this checkout."""
 
 import os
 import re

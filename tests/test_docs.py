@@ -1,4 +1,4 @@
-"""What the READMEs and the pages in docs/ say runs, resolves and exists."""
+"""READMEs and pages in docs/: their code runs, their links resolve, and all that they name exists."""
 
 import argparse
 import contextlib

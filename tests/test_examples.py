@@ -61,7 +61,7 @@ def test_torchrun_with_two_ranks_on_one_node_and_one_on_the_other(
 
 
 def run(command: list[str | Path], folder: Path) -> str:
-    """What a command prints, in a folder of its own."""
+    """Output of a command that runs in this folder."""
     done = completed(command, cwd=folder)
     return done.stdout + done.stderr
 
@@ -263,7 +263,7 @@ def test_the_notebook_runs_and_the_fast_device_takes_more(tmp_path: Path) -> Non
 
 
 def _shown(cell: nbformat.NotebookNode) -> tuple[str, str]:
-    """What a cell has printed, and its HTML."""
+    """Printed text of a cell, and its HTML."""
     assert not [output for output in cell.outputs if output.output_type == "error"]
     printed = "".join(output.text for output in cell.outputs if output.output_type == "stream")
     return printed, "".join(output.data.get("text/html", "") for output in cell.outputs if "data" in output)
@@ -389,7 +389,7 @@ class Printing:
         return self._file.read_text()
 
     def wait_for(self, pattern: str, seconds: float = 200.0) -> re.Match[str]:
-        """What it prints, as soon as it does."""
+        """First match of the pattern in the output, as soon as it is printed."""
         until = time.monotonic() + seconds
         while (found := re.search(pattern, self.output)) is None:
             assert self.process.poll() is None, self.output[-4000:]

@@ -1,4 +1,4 @@
-"""What runs on GitHub: its commands are those of the Makefile, its versions those of the project; publishing docs."""
+"""Workflows on GitHub: their commands are in the Makefile, their versions are the project's; publishing of docs."""
 
 import contextlib
 import os
@@ -155,7 +155,7 @@ def test_actions_are_pinned_and_jobs_end() -> None:
 
 @pytest.mark.parametrize(("file", "name", "job"), jobs(), ids=[f"{file}/{name}" for file, name, _ in jobs()])
 def test_shell_is_given_names_of_refs_as_variables(file: str, name: str, job: dict[str, Any]) -> None:
-    """What a pull request can choose must not be read as a command."""
+    """Text that a pull request can choose must not be read as a command."""
     assert not [text for text in steps(job, "run") if "${{" in text]
 
 

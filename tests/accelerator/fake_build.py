@@ -16,7 +16,7 @@ _OLDEST = (2, 13)
 
 
 def problem() -> str | None:
-    """Why the device cannot be built here, if so."""
+    """Reason that the device cannot be built here, if there is one."""
     version = tuple(int(part) for part in re.findall(r"\d+", torch.__version__)[:2])
     if version < _OLDEST:
         return f"the fake accelerator is written for PyTorch {'.'.join(map(str, _OLDEST))}; this is {torch.__version__}"

@@ -1,4 +1,4 @@
-"""What tests of mixed jobs run on ranks: the life of a model, on the device of one rank and the CPU of another."""
+"""Tasks for the ranks of mixed jobs: the life of a model, on the device of one rank and the CPU of another."""
 
 import os
 import warnings
@@ -135,7 +135,7 @@ def life(row: Row, folder: str, library: str) -> dict[str, Any]:
 
 
 def devices_in(path: Path) -> set[str]:
-    """Where the tensors of a file were when it was written."""
+    """Devices on which the tensors of a file were when it was written."""
     seen: set[str] = set()
 
     def place(storage: Any, location: str) -> Any:

@@ -111,7 +111,7 @@ def measured(row: Row) -> tuple[int, ...]:
 
 @pytest.fixture(scope="module")
 def nothing(request: pytest.FixtureRequest) -> dict[str, tuple[int, ...]]:
-    """What replicas take that never exchange, by the optimizer."""
+    """Memory of replicas that never exchange, by the optimizer's momentum."""
     device = "cuda" if torch.cuda.device_count() else request.getfixturevalue("fake")
     found = {}
     for momentum in ("plain", "nesterov"):

@@ -1,4 +1,4 @@
-"""Where GPUs average gradients, a lost rank ends the others within seconds, with its name; by a fake NCCL."""
+"""Lost ranks of GPUs that average gradients: the others end within seconds and name the rank; by a fake NCCL."""
 
 import os
 import signal

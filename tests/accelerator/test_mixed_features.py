@@ -1,4 +1,4 @@
-"""What else goes between ranks, if one has a device: metrics, gathered tensors, saves in the background, lost ranks."""
+"""Other exchanges of mixed jobs: metrics, gathered tensors, saves in the background, lost and joining ranks."""
 
 import os
 import shutil

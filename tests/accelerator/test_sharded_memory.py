@@ -1,4 +1,4 @@
-"""What a rank holds of a sharded model on its device: its shards, and few layers as a whole for a moment."""
+"""Memory of a sharded model on a rank's device: its shards, and few whole layers for a moment."""
 
 import os
 import warnings

@@ -1,4 +1,4 @@
-"""What runs behind the host, in simulated time: the stopwatch, and copies between device and host that overlap."""
+"""Work behind the host, in simulated time: the stopwatch, and copies between device and host that overlap."""
 
 import warnings
 from collections.abc import Callable
@@ -121,7 +121,7 @@ def test_the_control_copies_to_memory_that_is_not_pinned_hold_the_host_up(on_dev
 
 
 def refused() -> tuple[list[str], bool, float]:
-    """What is said, whether memory is pinned, and what is exchanged, where the system allows none of it."""
+    """Warnings, whether memory is pinned, and the mean that is exchanged, where the system pins no memory."""
     allocate = torch.empty
 
     def empty(*args: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
@@ -212,7 +212,7 @@ def test_the_control_a_copy_that_is_awaited_holds_host_and_device_up(on_device):
 
 
 def copied_late(mutant: str) -> float:
-    """When the device is done, if the forward pass is shorter than the copy: 1 ms."""
+    """Time at which the device is done, if the forward pass is shorter than the copy: 1 ms."""
     replica = Replica(model := torch.nn.Linear(ELEMENTS, 1, bias=False).to("fake"))
     memory, _ = replica.snapshot()
     replica.before_overwrite(after_backward=True)
@@ -232,7 +232,7 @@ def copied_late(mutant: str) -> float:
 
 
 def awaited(changes: str) -> list[float]:
-    """How long the host waits for each of four snapshots of 4 ms, with a forward pass after each."""
+    """Waits of the host for each of four snapshots of 4 ms, with a forward pass after each."""
     warnings.simplefilter("ignore")
     replica = Replica(model := torch.nn.Linear(ELEMENTS, 1, bias=False).to("fake"))
     memory, waits = replica.pack(), []

@@ -27,7 +27,7 @@ PERIODS, TARGETS = [1.0, 1.0, 4.0], [0.0, 0.0, 1.0]  # the third worker comes fo
 
 
 class Memory:
-    """What clients of one center share."""
+    """State that the clients of one center share."""
 
     def __init__(self, count: int) -> None:
         self.values: list[Tensor] = []

@@ -22,7 +22,7 @@ from lightning_hetero.replicas.vectors import Replica
 
 
 class Table:
-    """Where threads meet that stand for replicas."""
+    """Rendezvous of threads that stand for replicas."""
 
     def __init__(self, count: int) -> None:
         self.barrier, self.slots = threading.Barrier(count, timeout=30), [()] * count
@@ -38,7 +38,7 @@ class TableLinks:
     def lay_out(self, layout: object) -> None: ...
 
     def feedback(self, wire: str, lengths: list[int]) -> None:
-        """What travels here is not rounded."""
+        """Do nothing: values are not rounded here."""
 
     def exchange(self, own: Contribution, *_: Any, **__: Any) -> Average:
         self.table.slots[self.index] = (*(flat.clone() for flat in own.values), own.payload)
@@ -60,7 +60,7 @@ class Course(NamedTuple):
     c: np.ndarray
 
     def sums(self, alpha: float, beta: float, weights: list[float]) -> np.ndarray:
-        """What the kernel conserves without gradients."""
+        """The sums that the kernel conserves without gradients, after each step."""
         return alpha * self.c + beta * np.einsum("i,sin->sn", np.array(weights) / sum(weights), self.x)
 
 

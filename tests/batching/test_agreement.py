@@ -218,7 +218,7 @@ def test_who_has_not_ended_a_batch_yet_answers_by_what_was_done_before() -> None
 
 
 def _without_an_answer(patience: float) -> int:
-    """How many batches a rank takes in 3 s, though another one never answers."""
+    """Number of batches that a rank takes in 3 s, though another rank never answers."""
     agreed = _open(Clock(0.3), patience=lambda: patience)
     if dist.get_rank() == 1:
         agreed._closed.set()
@@ -243,7 +243,7 @@ def test_who_has_patience_goes_on_until_it_is_known_who_is_lost() -> None:
 
 
 def _ranks_change(seconds: float) -> float:
-    """How long a rank waits for one that does not answer, where the ranks that remain are about to begin again."""
+    """Seconds that a rank waits for one that does not answer, where the ranks that remain are about to begin again."""
     changing = threading.Event()
     agreed = _open(Clock(0.3, 0.0), recover=changing.is_set)
     if dist.get_rank() == 1:

@@ -1,4 +1,4 @@
-"""What a rank's times are taken for, a line or a curve, against devices of which the truth is known."""
+"""Cost models of a rank's times, a line or a curve, against devices of which the truth is known."""
 
 import math
 import random

@@ -112,7 +112,7 @@ class Rank:
         return Position(self.epoch, 0, step)
 
     def step(self, batches, seconds_per_sample):
-        """What happens between the arrival of a batch and the end of the step."""
+        """Do the work between the arrival of a batch and the end of the step."""
         self.accounting.begin()
         drawn = self.accounting.drawn
         self.clock.now += 0.010 + seconds_per_sample * self.size(drawn)

@@ -156,7 +156,7 @@ def states():
 
 
 def order_of(sampler, epoch=0, seed=0):
-    """What rank 0 decides."""
+    """The order that rank 0 decides."""
     agreed = AgreedOrder(sampler, Wire().sender, decides=lambda: True, seed=seed)
     agreed.set_epoch(epoch)
     return list(agreed)

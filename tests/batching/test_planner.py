@@ -569,7 +569,7 @@ def test_earlier_plans_are_still_known() -> None:
 
 
 def test_a_rank_that_is_behind_learns_plans_without_forgetting_by_which_it_still_draws() -> None:
-    """When ranks are lost, it learns from one that is ahead."""
+    """If ranks are lost, the rank that is behind learns the plans from one that is ahead."""
     ahead, behind = Planner(2), Planner(2)
     for planner in (ahead, behind):
         planner.expect(32)

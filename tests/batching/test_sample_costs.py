@@ -1,4 +1,4 @@
-"""What samples cost: who says so, what is refused, and what a rank learns from it."""
+"""Costs of samples: their sources, the errors, and the estimates of a rank."""
 
 import json
 import math

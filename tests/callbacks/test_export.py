@@ -1,4 +1,4 @@
-"""What leaves the monitor: the names of its metrics, the endpoint for Prometheus, TensorBoard's charts."""
+"""Exports of the monitor: the names of its metrics, the endpoint for Prometheus, TensorBoard's charts."""
 
 import re
 import socket
@@ -100,7 +100,7 @@ def test_every_chart_shows_a_metric() -> None:
 
 
 def _scraped(port: int) -> tuple[str, bool]:
-    """What the endpoint says in a fit, by a real request; whether it is closed afterwards."""
+    """The endpoint's text in a fit, by a real request; whether it is closed afterwards."""
     text = ""
 
     def scrape(trainer: pl.Trainer) -> None:

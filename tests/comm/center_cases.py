@@ -1,4 +1,4 @@
-"""What ranks do with a center of any home, and what they then know."""
+"""Cases for ranks with a center of any home, and the results of each rank."""
 
 import math
 import threading

@@ -57,7 +57,7 @@ EACH = [[rank] for rank in range(WORLD)]  # replicas of one rank
 
 
 class Case(NamedTuple):
-    """What runs on a center: ``body(center, layout, *args)``, on every rank."""
+    """A function that all ranks run with a center: ``body(center, layout, *args)``."""
 
     body: Callable[..., Any]
     args: tuple[Any, ...] = ()
@@ -89,7 +89,7 @@ def bodies_in(home: str, cases: Sequence[Case]) -> list[Any]:
 
 
 def per_body(home: str, cases: Sequence[Case], world: int = WORLD, timeout: float = 200) -> list[list[Any]]:
-    """What each body brings on every rank, from one job."""
+    """Results of each body on every rank, from one job."""
     runner = run_mpi if home.startswith("mpi") else run
     values = runner(bodies_in, world, home, cases, timeout=timeout)
     return [list(of_ranks) for of_ranks in zip(*values, strict=True)]
@@ -101,7 +101,7 @@ MPIEXEC = shutil.which("mpiexec", path=str(Path(sys.executable).parent)) or shut
 
 @functools.cache
 def no_mpi() -> str:
-    """Why there are no tests of MPI here, if there are none."""
+    """Reason that MPI is not tested here; empty if it is."""
     problem = mpi_missing(1)
     return f"{problem}" if problem else "" if MPIEXEC else "no mpiexec: pip install mpich"
 

@@ -45,7 +45,7 @@ def go(center: Center, push: float = 0.25) -> list[int]:
 
 
 def until_error(center: Center) -> tuple[str, float]:
-    """What the error says, and seconds of the exchange that raised it."""
+    """Message of the error, and seconds of the exchange that raised it."""
     end = time.monotonic() + 30
     while (began := time.monotonic()) < end:
         try:
@@ -102,7 +102,7 @@ def test_the_hosts_death_is_an_error_of_all_others_that_names_it(home: str, host
 
 
 def _client_dies(home: str, holding: bool, folder: Path) -> tuple[str, float]:
-    """What the others' last exchange of many says, and the longest of them."""
+    """Message of the others' error (or ``"none"``), and seconds of their longest exchange."""
     told = home in ("shared", "hogwild")  # at once, without waiting for the timeout
     center = begun(home, limit=timedelta(seconds=10 if told else SHORT))
     if dist.get_rank() == 2:
@@ -140,7 +140,7 @@ def test_a_dead_client_keeps_nobody_waiting(home: str, holding: bool, tmp_path: 
 
 
 def _stops(home: str, stopped: int, holding: bool, tries: Callable[[Center], Any]) -> Any:
-    """What another rank finds while one has stopped; then that one goes on, and all can exchange again."""
+    """Result of ``tries`` on the other ranks while one is stopped; then it goes on, and all can exchange again."""
     center = begun(home, limit=timedelta(seconds=SHORT))
     rank, processes = dist.get_rank(), [None] * WORLD
     dist.all_gather_object(processes, os.getpid())

@@ -118,7 +118,7 @@ LENGTHS, RESUMES, SKIPS = [900, 7], 12, 6  # of 1001 and 7 values; in these exch
 
 
 def _changes(wire: str) -> tuple[list[torch.Tensor], list[torch.Tensor], list[list[torch.Tensor]]]:
-    """What was meant to arrive or has arrived, what is still to be sent, and what is known after each exchange."""
+    """Sums of what was meant to arrive or has arrived, the residuals, and the known values after each exchange."""
     dist.init_process_group("gloo")
     rank, known, left_out = dist.get_rank(), drawn(0), [torch.zeros(length) for length in LENGTHS]
     end = ChangeWire(dist.group.WORLD, 1 - rank, wire, CenterPart(CenterRule(), known, LENGTHS, left_out), rank == 0)
@@ -221,7 +221,7 @@ def test_the_first_exchange_after_a_resume_is_as_exact_as_any(wire: str) -> None
 
 
 def _slow_second(center: Center, layout: CenterLayout) -> list[int]:
-    """When this rank's exchanges came, counted over all."""
+    """Positions of this rank's exchanges among those of all ranks."""
     center.open([torch.zeros(3)])
     dist.barrier()
     when = []

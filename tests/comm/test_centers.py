@@ -58,7 +58,7 @@ def _results(home: str) -> dict[str, list[Any]]:
 
 
 def results(home: str, name: str) -> list[Any]:
-    """What a case brings on every rank; all cases of a home run in one job."""
+    """Results of a case on every rank; all cases of a home run in one job."""
     if home.startswith("mpi") and no_mpi():
         pytest.skip(no_mpi())
     return _results(home)[name]
@@ -69,7 +69,7 @@ def doubles(values: list[torch.Tensor]) -> list[np.ndarray]:
 
 
 def unit(value: torch.Tensor, home: str) -> float:
-    """How far a number may be off, in parts of what it was made of."""
+    """Error that a number may have, relative to the values that it was computed from."""
     return 4 * torch.finfo(value.dtype).eps + 2 * ROUNDING.get(home, 0.0)
 
 

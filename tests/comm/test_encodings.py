@@ -23,7 +23,7 @@ def drawn(length: int, seed: int = 0) -> np.ndarray:
 
 
 def sent(encoding: Encoding, values: np.ndarray) -> tuple[np.ndarray, np.ndarray, torch.Tensor]:
-    """What arrives, what is left out, and the message."""
+    """The values that arrive, the residuals, and the message."""
     rest, arrived = torch.tensor(values), torch.zeros(len(values))
     message = torch.full((encoding.bytes(len(values)),), 0xA5, dtype=torch.uint8)
     encoding.encode(rest, message)
@@ -166,7 +166,7 @@ def test_the_same_values_make_the_same_message_and_the_whole_message_is_written(
 
 
 def drift(wire: str, feedback: bool, messages: int = 200) -> float:
-    """How far the sum of what arrives is from the sum of the differences, relative to a difference."""
+    """Distance between the sum of the values that arrive and that of the differences, relative to a difference."""
     encoding, length = made(wire), 5_003
     draw = np.random.default_rng(1)
     steady = drawn(length).astype(np.float64)

@@ -1,4 +1,4 @@
-"""Who failed first, as rank 0 and the others come to know it."""
+"""First failure of a job, as rank 0 and the others learn of it."""
 
 import json
 import multiprocessing

@@ -1,4 +1,4 @@
-"""Who has ended, or is silent, is known; and of a pair in rounds nobody waits for such a one again and again."""
+"""Peers that have ended or are silent: they are known, and a pair in rounds does not wait for them repeatedly."""
 
 import socket
 import threading

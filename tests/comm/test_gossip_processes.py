@@ -129,7 +129,7 @@ class Herd:
         return [self.ends[i].recv() for i in peers]
 
     def ask_until(self, enough: Callable[[list[Any]], bool], peers: range) -> list[Any]:
-        """How they do, as soon as that is enough, or after a while."""
+        """State of these peers, as soon as ``enough`` accepts it, or after a while."""
         deadline = time.monotonic() + 20 * LIMIT
         while not enough(told := self.ask("how", peers)) and time.monotonic() < deadline:
             time.sleep(0.1)

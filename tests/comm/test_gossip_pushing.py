@@ -1,4 +1,4 @@
-"""What is pushed is the other's, or has never left: weights and values together, late or not."""
+"""Pushes: a message is the other's or has never left, with its weight and its values, late or not."""
 
 import random
 import socket

@@ -1,4 +1,4 @@
-"""What leaves a process: the same values, whatever holds them. (With a device: `tests/accelerator/test_border.py`.)"""
+"""Objects that leave a process: same values, in any container. (With a device: `tests/accelerator/test_border.py`.)"""
 
 import ast
 import dataclasses

@@ -1,4 +1,4 @@
-"""Who lives where, from places made by hand."""
+"""Topology of ranks and nodes, from places made by hand."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Who may ring at a center's host, and that its host hears it however much else its process does."""
+"""Connections to a center's host: strangers are refused, and the host is woken even if its process is busy."""
 
 import gc
 import os

@@ -1,4 +1,4 @@
-"""What the tests of strategies with a center share: a linear model, a fit of it, and what is kept of that."""
+"""Common parts of the tests with a center: a linear model, a fit of it, and the record of that fit."""
 
 import os
 from typing import Any

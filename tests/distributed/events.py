@@ -203,7 +203,7 @@ def one_process(batches: list[list[int]]) -> torch.Tensor:
 
 @dataclass
 class Seen:
-    """What a rank has seen of a fit.
+    """Record of a fit, on one rank.
 
     Attributes:
         error: of this package or a signal's, with which the fit has ended.

@@ -64,7 +64,7 @@ class Strike(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """What a rank has seen whose fit has ended well.
+    """Record of a fit that has ended well, on one rank.
 
     Attributes:
         weights: at the end.
@@ -140,7 +140,7 @@ def fit(
     kind: type[Struck] = Struck,
     **settings: Any,
 ) -> Seen:
-    """What every rank of a job does."""
+    """Train on one rank of a job, with the faults that strike it."""
     torch.manual_seed(0)
     strategy_class, own = STRATEGIES[name]
     strategy = strategy_class(**{"on_peer_loss": "continue", "timeout": 60, "grace": GRACE, **own, **options})
@@ -175,7 +175,7 @@ def _release(folder: str, strikes: list[Strike], me: int) -> None:
 def strike(
     folder: Path, name: str, strikes: list[Strike], world: int = 3, run: Callable[..., Any] = fit, **options: Any
 ) -> list[Outcome]:
-    """How a fit ends on all ranks on which faults strike. Nobody hangs, and no process is left.
+    """Outcome of a fit on all ranks, some with faults. Fails if a rank hangs or a process is left.
 
     Args:
         folder: to write to.
@@ -209,7 +209,7 @@ def _traces(outcomes: list[Outcome]) -> str:
 
 
 def went_on(outcomes: list[Outcome], lost: dict[int, str], steps: int = STEPS) -> list[Seen]:
-    """What the survivors have seen. They have gone on to the end, with equal weights, and have named who was lost."""
+    """Records of the survivors. Fails if they did not go on to the end, with equal weights, and name who was lost."""
     rest = [outcome.value for rank, outcome in enumerate(outcomes) if rank not in lost]
     assert all(rest), _traces(outcomes)
     for number, seen in enumerate(rest):

@@ -50,7 +50,7 @@ class WaitsForOthers(pl.Callback):
 
 
 class Seen(NamedTuple):
-    """What a rank has seen of a fit."""
+    """Record of a fit, on one rank."""
 
     weights: torch.Tensor
     taken: dict[int, list[int]]  # samples, by step
@@ -127,7 +127,7 @@ def fit(
 
 
 def grow(first: int, late: int, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Outcome]:
-    """How a function ends on ranks that are started together, and on processes that are started later, one by one."""
+    """Outcome of a function on ranks that start together, and on processes that start later, one by one."""
     ports = [str(free_port()) for _ in range(late)]
 
     def env_of(rank: int) -> dict[str, str]:
@@ -140,7 +140,7 @@ def grow(first: int, late: int, function: Callable[..., Any], *args: Any, **kwar
 
 
 def values(outcomes: Sequence[Outcome]) -> list[Seen]:
-    """What all ranks have seen; fails if one has failed."""
+    """Records of all ranks; fails if one has failed."""
     bad = [f"rank {rank} ({one.exitcode}):\n{one.trace[-3000:]}" for rank, one in enumerate(outcomes) if not one.value]
     assert not bad, "\n".join(bad)
     return [outcome.value for outcome in outcomes]

@@ -1,4 +1,4 @@
-"""What training must come to: loops in NumPy that share nothing with the package, and Lightning in one process."""
+"""References for training: loops in NumPy that share nothing with the package, and Lightning in one process."""
 
 from collections.abc import Callable
 from itertools import pairwise
@@ -67,7 +67,7 @@ def oracle(
 
 
 class Course(NamedTuple):
-    """What happens by the end of each step: every node's weights, B and W; and the steps at which exchanges began."""
+    """Record of a run in NumPy: every node's weights, B and W after each step; the steps at which exchanges began."""
 
     weights: np.ndarray
     rates: list[tuple[int, int]]

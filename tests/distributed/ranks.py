@@ -41,7 +41,7 @@ _START = 300.0  # seconds in which all processes of a job have started; the firs
 
 @dataclass
 class Outcome:
-    """How one rank ended: with a value, with an error, or (both None) not at all.
+    """Outcome of one rank: a value, an error, or (both None) neither.
 
     ``late`` is true where it was still running at the job's limit, and was killed.
     """
@@ -85,7 +85,7 @@ def attempt(
     env_of: Callable[[int], dict[str, str]] | None = None,
     **kwargs: Any,
 ) -> list[Outcome]:
-    """How ``function`` ends on every rank. A rank that is late is killed and has no value.
+    """Outcome of ``function`` on every rank. A rank that is late is killed and has no value.
 
     All ranks begin at the same moment, when the last process has started: no limit, the tests' or the strategies',
     includes the time that processes take to start.
@@ -147,7 +147,7 @@ def attempt(
 
 
 def _stacks_of(pid: int, path: Path) -> str:
-    """Where the threads of a rank are that does not end; nothing if it is frozen."""
+    """Stacks of the threads of a rank that does not end; empty if it is frozen."""
     with contextlib.suppress(OSError):
         os.kill(pid, signal.SIGUSR2)
         time.sleep(0.5)

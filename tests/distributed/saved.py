@@ -1,4 +1,4 @@
-"""What lies on the disk after a save; read without the package."""
+"""Files on the disk after a save; read without the package."""
 
 from pathlib import Path
 from typing import Any

@@ -233,7 +233,7 @@ def fit(
     strategy_class: Any = HeteroDDPStrategy,
     **trainer: Any,
 ) -> dict[str, Any]:
-    """What every rank of a hetero_ddp job does; ``batch_size`` is the global one."""
+    """Train on one rank of a hetero_ddp job; ``batch_size`` is the global one."""
     module = make()
     chosen = strategy_class(**{"global_batch_size": batch_size, **(strategy or {})})
     callbacks = [ChangePlan(changes)] if changes else []

@@ -30,7 +30,7 @@ def _measured_as(way: tuple[float, float], candidates: tuple[str, ...] = strateg
 
 
 def _said() -> list[str]:
-    """What is told to users from now on."""
+    """List to which each message to users is added from now on."""
     said: list[str] = []
 
     class Handler(logging.Handler):

@@ -59,7 +59,7 @@ def _steps(*args: Any, steps: int, **more: Any) -> list[list[int]]:
 
 
 def slowdown(shares: list[int], per_sample: tuple[float, ...]) -> float:
-    """How much longer the shares take than the best ones, by the emulated costs."""
+    """Time of a step with the shares, relative to that with the best ones, by the emulated costs."""
     costs = [Cost(FIXED, k) for k in per_sample]
     return makespan(shares, costs) / makespan(split(64, costs), costs)
 

@@ -132,7 +132,7 @@ def _fit(
     trainer: dict[str, Any] | None = None,
     path: Any = None,
 ) -> dict[str, Any]:
-    """What a fit leaves, of all that a trial could have touched."""
+    """All results and states of a fit that a trial could have changed."""
     pl.seed_everything(11)
     random.seed(int(os.environ["RANK"]))  # ranks draw different numbers
     chosen = kind(**{"balance": [1.0, 1.2], **(strategy or {}), **limits})
@@ -187,7 +187,7 @@ AUTO = {"max_batch_size": "auto", "max_batch_memory": LOTS}
 
 
 def _calls(told: list[str], limits: Any = AUTO, **fit: Any) -> dict[str, Any]:
-    """What a fit leaves, and how many calls of ``training_step`` were trials."""
+    """Results of a fit, with the number of calls of ``training_step`` that were trials."""
     Busy.calls = 0
     told.clear()
     result = _fit(limits, **{"loader": lambda: _loader(1), **fit, "trainer": {**SHORT, **fit.get("trainer", {})}})

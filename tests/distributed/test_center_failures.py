@@ -1,4 +1,4 @@
-"""What goes wrong with replicas that have a center: one is not finite, one fails, one is told to stop."""
+"""Failures of replicas with a center: one is not finite, one fails, one is told to stop."""
 
 import os
 import pickle

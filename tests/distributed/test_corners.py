@@ -1,4 +1,4 @@
-"""What a Trainer can do with Lightning's own strategies, at the corners: copies, profilers, arguments by position."""
+"""Rare uses of a Trainer that work with Lightning's strategies: copies, profilers, arguments by position."""
 
 import copy
 import os
@@ -152,7 +152,7 @@ def test_dataloaders_cannot_be_set_up_before_the_ranks_have_met(kind: Any) -> No
 
 
 def _listens() -> set[tuple[str, int]]:
-    """Where this process listens on IPv4, as the kernel says."""
+    """Addresses at which this process listens on IPv4, as the kernel reports them."""
     mine = {os.readlink(f) for f in Path("/proc/self/fd").iterdir() if f.is_symlink()}
     rows = [line.split() for line in Path("/proc/self/net/tcp").read_text().splitlines()[1:]]
     found = [row[1].split(":") for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in mine]

@@ -1,4 +1,4 @@
-"""What travels in an exchange of `hetero_daso`, and what stays: frozen weights, large ones, masks."""
+"""Values that an exchange of `hetero_daso` sends, and those that it does not: frozen weights, large ones, masks."""
 
 import os
 from typing import Any

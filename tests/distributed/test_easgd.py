@@ -1,4 +1,4 @@
-"""What holds of the elastic strategies whatever the data: exactly, or bit for bit."""
+"""Properties of the elastic strategies that hold for any data: exactly, or bit for bit."""
 
 import warnings
 from typing import Any

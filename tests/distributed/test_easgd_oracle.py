@@ -13,7 +13,7 @@ LR, EPOCHS = 0.01, 3  # 60 steps; every twentieth batch has 7 samples
 
 
 class Course(NamedTuple):
-    """What the model and the center hold after each step."""
+    """Weights of the model and of the center after each step."""
 
     weights: np.ndarray  # steps, replicas, values
     centers: np.ndarray  # steps, values
@@ -29,7 +29,7 @@ class Worker:
 
     @property
     def shown(self) -> np.ndarray:
-        """What the model holds: under EAMSGD the point from which the next gradient is taken."""
+        """Weights of the model: under EAMSGD the point from which the next gradient is taken."""
         return self.x + self.momentum * self.v if self.kind == "eamsgd" else self.x
 
     def step(self, number: int) -> None:

@@ -118,7 +118,7 @@ class FromBoxes(Numbers):
 
 
 def means(logger: Memory) -> list[float]:
-    """What each step has logged."""
+    """The mean that each step has logged."""
     names = [(name, row) for _, row in logger.rows for name in row if name.startswith("mean") and "epoch" not in name]
     return [float(row[name]) for name, row in names]
 

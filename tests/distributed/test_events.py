@@ -42,7 +42,7 @@ def rows(names: Iterable[str]) -> Any:
 
 
 def job(function: Callable[..., Any], name: str, *args: Any, nodes: tuple[int, ...] | None = None) -> list[Any]:
-    """What all ranks have seen."""
+    """Results of all ranks."""
     nodes = nodes or ALL[name].nodes
     return run(function, sum(nodes), name, *args, nodes=list(nodes))
 
@@ -315,7 +315,7 @@ KEPT = [
 
 
 class StruckError(Exception):
-    """What goes wrong on a rank."""
+    """Failure of a rank."""
 
 
 class Struck(Model):
@@ -371,7 +371,7 @@ def lost(name: str, moment: str) -> Seen:
 
 
 def rest_of(outcomes: list[Outcome], *without: int) -> list[Any]:
-    """What the others have seen."""
+    """Results of the other ranks."""
     rest = [outcome for rank, outcome in enumerate(outcomes) if rank not in without]
     assert all(outcome.value for outcome in rest), "\n".join(outcome.trace for outcome in rest)
     return [outcome.value for outcome in rest]
@@ -595,7 +595,7 @@ class SizedShard(IterableDataset):
 
 
 class Whole(IterableDataset):
-    """What all ranks read alike."""
+    """A stream that all ranks read alike."""
 
     def __iter__(self) -> Iterator[Any]:
         data = dataset(SAMPLES)

@@ -34,7 +34,7 @@ class Numbers(IterableDataset):
 
 
 class Begun(pl.Callback):
-    """What there is when training starts."""
+    """Keeps the momenta and the schedule's best loss when training starts."""
 
     def on_train_start(self, trainer: pl.Trainer, module: Any) -> None:
         self.momenta = _momenta(trainer.optimizers[0])

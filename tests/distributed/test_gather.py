@@ -67,7 +67,7 @@ def test_a_contrastive_loss_over_uneven_shares_is_that_of_one_process() -> None:
 
 
 class Collections(Net):
-    """What else can be gathered, and what cannot."""
+    """Gathers other collections and tensors, and some that cannot be gathered."""
 
     def on_train_start(self) -> None:
         rank = self.global_rank

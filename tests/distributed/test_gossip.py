@@ -43,7 +43,7 @@ def weighted(starts: list[float], shares: list[float]) -> float:
 
 
 class Keep(pl.Callback):
-    """What the averager knows at the end, which is after replicas have become equal."""
+    """Keeps the averager's counts and status at the end, after replicas have become equal."""
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
         averager = trainer.strategy.averager

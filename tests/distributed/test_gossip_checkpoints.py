@@ -1,4 +1,4 @@
-"""What gossip holds in sum: saving, resuming, validating and stopping lose nothing of it."""
+"""Conserved sums of gossip: saving, resuming, validating and stopping lose nothing of them."""
 
 import time
 import warnings

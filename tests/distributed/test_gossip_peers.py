@@ -37,7 +37,7 @@ FORMS: list[tuple[Any, dict[str, Any]]] = [
 
 
 class Waits(pl.Callback):
-    """How long a peer may take to answer."""
+    """Keeps the time in which a peer must answer."""
 
     def __init__(self) -> None:
         self.seconds: list[float] = []

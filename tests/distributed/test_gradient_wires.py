@@ -66,7 +66,7 @@ class Encoded:
         self.summed = [[np.zeros(-(-size // world), np.float32) for _ in range(world)] for size in sizes]
 
     def through(self, residual: np.ndarray, *values: np.ndarray) -> np.ndarray:
-        """What arrives of a residual and of some values, added in this order: sums in fp32 depend on it."""
+        """Sum of a residual and some values as it arrives, added in this order: sums in fp32 depend on it."""
         whole = torch.tensor(sum(values, residual * np.float32(self.feedback)))
         encoding, out = encoding_of(self.wire), torch.zeros_like(whole)
         message = torch.empty(encoding.bytes(len(whole)), dtype=torch.uint8)

@@ -1,4 +1,4 @@
-"""What gradients on low-bit wires leave out: conserved, in checkpoints, dropped with a warning; and bytes."""
+"""Residuals of gradients on low-bit wires: conserved, in checkpoints, dropped with a warning; and bytes."""
 
 import logging
 import math

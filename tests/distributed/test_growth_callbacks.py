@@ -1,4 +1,4 @@
-"""What callbacks see of a job that grows."""
+"""Callbacks in a job that grows."""
 
 import functools
 import json

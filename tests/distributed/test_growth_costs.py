@@ -1,4 +1,4 @@
-"""What a join costs those that train, and what each rank keeps."""
+"""Memory of a join for the ranks that train, and the states that each rank keeps."""
 
 import ctypes
 import os

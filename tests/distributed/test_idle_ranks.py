@@ -103,7 +103,7 @@ class Changing(Epochs):
 
 
 class Clock(pl.Callback):
-    """When each batch ended, by this rank's virtual clock."""
+    """Keeps the end of each batch, by this rank's virtual clock."""
 
     def __init__(self, clock: VirtualTime) -> None:
         self.clock, self.ends = clock, [0.0]

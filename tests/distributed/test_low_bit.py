@@ -29,7 +29,7 @@ FITS: list[tuple[Any, dict[str, Any]]] = [
 
 
 def rounded(values: np.ndarray, residual: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """What arrives of 8 values in 4 bits, and what is left out."""
+    """8 values as they arrive in 4 bits, and their residuals."""
     whole = values.astype(np.float32) + residual
     scale = np.float32(np.abs(whole).max()) / np.float32(7)
     arrived = np.rint(whole / scale) * scale

@@ -1,4 +1,4 @@
-"""What callbacks and schedulers go by: the mean over all samples, the same on every rank, however it was logged."""
+"""Values that callbacks and schedulers use: means over all samples, equal on all ranks, however they were logged."""
 
 import os
 import warnings

@@ -1,4 +1,4 @@
-"""Which checkpoint a job that is started again goes on from: the newest one that is whole on all ranks."""
+"""Checkpoint from which a job that is started again goes on: the newest one that is whole on all ranks."""
 
 import os
 import shutil
@@ -151,7 +151,7 @@ def test_what_a_killed_job_has_left_is_removed(tmp_path: Path) -> None:
 
 
 def test_hosts_clean_up_one_folder_at_the_same_time(tmp_path: Path) -> None:
-    """What another host has removed in the meantime is no error."""
+    """It is no error if another host has removed a file in the meantime."""
     for _ in range(4):
         for step in range(10):
             shards = tmp_path / f"step={step}.ckpt.shards"

@@ -1,4 +1,4 @@
-"""What Lightning expects of a strategy, where replicas differ. (More in test_node.py, test_events.py and others.)"""
+"""Lightning's rules for a strategy, where replicas differ. (More in test_node.py, test_events.py and others.)"""
 
 from typing import Any
 

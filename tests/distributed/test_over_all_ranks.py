@@ -1,4 +1,4 @@
-"""What goes over all ranks by default, in PyTorch, goes over a rank's own replica, or is refused."""
+"""PyTorch's operations over all ranks by default: they go over a rank's own replica, or are refused."""
 
 import warnings
 from collections.abc import Callable

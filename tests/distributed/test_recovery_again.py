@@ -104,7 +104,7 @@ def test_the_replica_that_is_left_alone_sees_that_its_loss_is_not_finite() -> No
 
 
 class Reference(pl.Callback):
-    """What the replicas have in common, after each step."""
+    """Keeps the weights that the replicas have in common, after each step."""
 
     def __init__(self) -> None:
         self.seen: list[tuple[int, torch.Tensor]] = []

@@ -1,4 +1,4 @@
-"""What cannot work ends in one clear error, on every rank, before anything is saved: one table for all strategies."""
+"""Unsupported settings end in one clear error on every rank before anything is saved: a table for all strategies."""
 
 import os
 import warnings
@@ -47,7 +47,7 @@ from lightning_hetero.strategies.trainer_checks import precision_problem
 
 @dataclass
 class Row:
-    """What is refused.
+    """A case that is refused.
 
     Attributes:
         strategy: class of the strategy, or its name in ``center_tasks``.
@@ -119,7 +119,7 @@ def optimizer(kind: str, make: Any, *words: str) -> Row:
 
 
 def unfrozen(kind: Any, options: Any, error: type[HeteroError], callback: pl.Callback, *words: str) -> Row:
-    """What is trainable changes, after the first epoch if not before training starts."""
+    """A case in which the trainable parameters change, after the first epoch if not before training starts."""
     trainer = {"max_epochs": 2, "callbacks": [callback]}
     return replicas(kind, options, error, *words, module=bad.Backboned, trainer=trainer, late=True)
 

@@ -97,7 +97,7 @@ def _averaged() -> list[torch.Tensor]:
 
 
 def test_averaging_at_every_step_is_one_process() -> None:
-    """Who has ended weighs nothing from its first padding batch on."""
+    """A rank that has ended weighs nothing from its first padding batch on."""
     for case, *results in zip(STREAMS, *run(_averaged, 2), strict=True):
         truth = one_process(BATCH * sum(case[1]), batches_of(case[1]))
         assert all(error(result, truth) <= 1e-10 for result in results), case

@@ -25,7 +25,7 @@ class Lines(logging.Handler):
 
 
 def _said(cards: list[str] | None, **options: Any) -> tuple[list[str], list[str]]:
-    """What a fit says about routes, and about shared cards; the ranks are taken to have these cards."""
+    """Messages of a fit about routes, and about shared cards; the ranks are taken to have these cards."""
     lines = Lines()
     place_of = job.place_of
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as warned:

@@ -90,7 +90,7 @@ def grow(
     env_of_late: dict[str, str] | None = None,
     **kwargs: Any,
 ) -> list[Outcome]:
-    """How a function ends on nodes that are started together, and on nodes that are started later, one by one."""
+    """Outcome of a function on nodes that start together, and on nodes that start later, one by one."""
     ports, world = [str(free_port()) for _ in late], sum(first)
     places = [(node, place) for node, ranks in enumerate(late) for place in range(ranks)]
 
@@ -237,7 +237,7 @@ def test_a_replica_that_is_not_whole_is_refused_and_the_job_goes_on(ranks: str, 
 
 
 class Lacks(ShardedNet):
-    """What is saved lacks a layer."""
+    """Saves checkpoints that lack a layer."""
 
     def configure_model(self) -> None:
         self.strict_loading = False

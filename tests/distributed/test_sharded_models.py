@@ -234,7 +234,7 @@ def test_a_whole_checkpoint_goes_on_in_shards(tmp_path: Any) -> None:
 
 @pytest.mark.parametrize("full", [False, True], ids=["directory", "file"])
 def test_the_consensus_is_saved_between_exchanges(full: bool, tmp_path: Any) -> None:
-    """Where replicas differ, as at step 7: it is that of a job with whole replicas."""
+    """At step 7 replicas differ: the consensus is that of a job with whole replicas."""
     begun = []
     for shards in (True, False):
         path, options = str(tmp_path / f"{shards}.ckpt"), {**SYNCHRONOUS["hetero_diloco"], "ranks_per_node": [2, 1]}
@@ -302,7 +302,7 @@ def test_features_are_exact(feature: str) -> None:
 
 
 class NothingToLearn(ShardedNet):
-    """Where a rank's samples count for nothing its loss is not a number."""
+    """The loss is NaN on the rank whose samples count for nothing."""
 
     def loss(self, batch: Any) -> torch.Tensor:
         loss = super().loss(batch)
@@ -359,7 +359,7 @@ class ReturnsNone(ShardedNet):
 @pytest.mark.parametrize("wire", ["bf16", "int8", "int4", "topk:0.2"])
 @pytest.mark.parametrize("name", ["hetero_node", "hetero_diloco"])
 def test_wires_carry_shards(name: str, wire: str, sizes: list[int]) -> None:
-    """What a message leaves out is made up for later: ranks agree, and the values are near those of fp32."""
+    """Residuals of a message are sent later: ranks agree, and the values are near those of fp32."""
     options = {**SYNCHRONOUS[name], "ranks_per_node": sizes, "balance": "off"}
     ours = run(fit, sum(sizes), name, wire=wire, **options)
     exact = run(fit, sum(sizes), name, **options)

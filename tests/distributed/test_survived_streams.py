@@ -101,13 +101,13 @@ class Trained(NamedTuple):
 
 
 def trained(folder: Path) -> list[Trained]:
-    """What all ranks have trained on, the lost one too."""
+    """Samples that all ranks have trained on, the lost one too."""
     lines = [line for path in folder.glob("trained-*") for line in path.read_text().splitlines()]
     return [Trained(*map(int, line.split())) for line in lines]
 
 
 class Seen(NamedTuple):
-    """What a rank has seen whose fit has ended well."""
+    """Record of a fit that has ended well, on one rank."""
 
     weights: torch.Tensor
     losses: list[Any]
@@ -137,7 +137,7 @@ def _fit(
 
 
 def went_on(outcomes: list[Outcome], lost: int) -> list[Seen]:
-    """What those have seen that remain: they have equal weights, and have all named who was lost."""
+    """Records of the survivors. Fails if their weights differ, or if one of them has not named the lost rank."""
     assert outcomes[lost].exitcode == -signal.SIGKILL, outcomes[lost].trace
     rest = [outcome.value for rank, outcome in enumerate(outcomes) if rank != lost]
     assert all(rest), "\n".join(outcome.trace for outcome in outcomes)

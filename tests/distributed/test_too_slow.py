@@ -36,7 +36,7 @@ def brute_force(costs: Sequence[tuple[float, float]], least: int = 1) -> float:
 
 
 def _fit(strategy: type[HeteroStrategy], costs: list[tuple[float, float]], root: Path, **options: Any) -> list[str]:
-    """What this rank's log says of ranks that are too slow."""
+    """Messages in this rank's log about ranks that are too slow."""
     told: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]

@@ -1,4 +1,4 @@
-"""What a save that was interrupted has left goes with the next one that is complete, and nothing else does."""
+"""Files of an interrupted save go with the next save that is complete, and no other files do."""
 
 import os
 import signal
@@ -89,7 +89,7 @@ def test_what_a_loss_has_left_of_a_save_goes_with_the_next_one(tmp_path: Path, n
 
 
 def _save(shards: Shards, path: Path, save: str, replicas: tuple[int, ...] = (0, 1)) -> None:
-    """What is written of a save before the checkpoint itself."""
+    """Write the files that a save writes before the checkpoint itself."""
     shards.clean = lambda *_: save  # type: ignore[method-assign]  # what ranks agree on
     with shards.saving(TorchCheckpointIO(), path, True, True):
         for replica in replicas:
@@ -145,7 +145,7 @@ def test_other_hosts_remove_their_own_part(tmp_path: Path) -> None:
 
 
 def test_interrupted_saves_do_not_count_among_those_that_are_kept(tmp_path: Path) -> None:
-    """What they would have replaced goes with the next complete one."""
+    """The checkpoints that they would have replaced go with the next complete one."""
     kept, strategy = RetentionPolicy(2, [str(tmp_path / "step=0.ckpt")]), _strategy(Shards())
     (tmp_path / "step=0.ckpt").touch()
     left = []

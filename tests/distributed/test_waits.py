@@ -131,7 +131,7 @@ class _SignalSoon:
 
 
 def _ended(signum: int, do: str, **options: Any) -> tuple[list[Outcome], float]:
-    """How ranks end, and within how many seconds, where rank 0 gets a signal while both wait."""
+    """Outcomes of ranks, and the seconds until then, where rank 0 gets a signal while both wait."""
     began = time.monotonic()
     return attempt(_train, 2, HeteroDDPStrategy, do, 600.0, _SignalSoon(signum), timeout=90, **options), (
         time.monotonic() - began

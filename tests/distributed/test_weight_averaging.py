@@ -55,7 +55,7 @@ def fit_averaged(strategy: Any, module: Any, *callbacks: pl.Callback, resume: st
 
 
 class Averages:
-    """What a callback's average is after each of its updates, which are made where replicas meet."""
+    """Averages that a callback must have after each of its updates, which are made where replicas meet."""
 
     def __init__(self, path: list[torch.Tensor], name: str, period: int, epoch: int = 8) -> None:
         self.validated: list[torch.Tensor] = []

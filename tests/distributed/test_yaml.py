@@ -32,7 +32,7 @@ OVERRIDES = {
 
 
 def train_all(folder: str) -> dict[str, dict]:
-    """What each file has come to on this rank."""
+    """Results of each file on this rank."""
     sys.argv = ["lightning-hetero"]
     sys.path.insert(0, str(FOLDER))  # as for who starts in the folder
     torch.manual_seed(0)

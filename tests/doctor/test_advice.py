@@ -19,7 +19,7 @@ MEMORY = LinkModel(2e-5, 5e9)  # where no two ranks have a link
 
 
 def taken(cluster: Cluster, **wish: float) -> str:
-    """What ``hetero_auto`` goes on with, if steps of ``hetero_ddp`` take as long as predicted."""
+    """Strategy that ``hetero_auto`` goes on with, if steps of ``hetero_ddp`` take as long as predicted."""
     measured = next(one.step for one in predictions(cluster) if one.name == "hetero_ddp")
     found = choose(cluster, measured, AutoLimits(**wish)).prediction
     return '"hetero_ddp"' if found is None else found.strategy

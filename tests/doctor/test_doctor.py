@@ -59,5 +59,5 @@ def test_under_mpiexec() -> None:
 
 
 def said(command: list[str]) -> str:
-    """What the doctor prints; it leaves nothing behind."""
+    """Output of the doctor, which leaves nothing behind."""
     return completed(command, cwd=FOLDER).stdout

@@ -1,4 +1,4 @@
-"""What the doctor measures, against times that are known, and the file in which it saves that for `plan --from`."""
+"""Measurements of the doctor, against times that are known, and the file of them that `plan --from` reads."""
 
 import json
 import sys

@@ -83,7 +83,7 @@ def test_the_error_of_a_rank_is_its_last_one(output: str, error: str) -> None:
 
 
 def gpus(monkeypatch: pytest.MonkeyPatch, names: list[str], used: list[float], cards: list[str]) -> list[Row]:
-    """What it says of GPUs that this machine does not have."""
+    """Rows about GPUs that this machine does not have."""
     properties = [SimpleNamespace(name=name, uuid=card) for name, card in zip(names, cards, strict=True)]
 
     def memory(number: int) -> tuple[int, int]:

@@ -56,7 +56,7 @@ class Threads:
         until(lambda: len(self.all[first]._member.inbound) == len(self.all) - 1)
 
     def agree(self, members: Sequence[int]) -> dict[int, AgreedView | MembershipLostError]:
-        """What ``agree`` returns or raises in each of some members, all at once."""
+        """Results or errors of ``agree`` in some members, all at once."""
         return self.agree_later(members).results()
 
     def agree_later(self, members: Sequence[int], also: "Calls | None" = None) -> "Calls":

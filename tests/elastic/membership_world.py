@@ -85,7 +85,7 @@ class Node:
         return not self.dead and not self.frozen
 
     def turn(self) -> None:
-        """What the service thread and the training thread do."""
+        """Run one turn of the service thread, and let the training thread come if it is time."""
         if not self.runs:
             return
         inbox, self.inbox = self.inbox, []

@@ -1,4 +1,4 @@
-"""How a job takes requests to join: those that have gone, come late, or are for another job."""
+"""Requests to join a job: those of processes that have gone, those that come late, those for another job."""
 
 import socket
 import threading

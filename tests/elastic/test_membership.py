@@ -1,4 +1,4 @@
-"""How members agree on who takes part: in threads of one process."""
+"""Agreement of members on who takes part: in threads of one process."""
 
 import os
 import signal
@@ -27,7 +27,7 @@ def steady(threads: Threads, members: list[int], seconds: float = 0.5) -> None:
 
 
 def same(results: dict) -> AgreedView:
-    """What all have agreed on."""
+    """The view that all have agreed on."""
     views = list(results.values())
     assert all(isinstance(view, AgreedView) and view == views[0] for view in views), results
     return views[0]

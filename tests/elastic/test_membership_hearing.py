@@ -1,4 +1,4 @@
-"""How long a silence is normal, as it is learned."""
+"""Normal length of a silence, as it is learned."""
 
 import sys
 import threading

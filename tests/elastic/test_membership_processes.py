@@ -13,7 +13,7 @@ SINGLE = [[0], [1], [2], [3]]
 
 
 def agreed(processes, members, of: int | None = None):
-    """What members have agreed on; all the same."""
+    """The time at which the last member agreed, and the view of all of them."""
     results = [processes[member].told() for member in members]
     views = [view for _, view in results]
     assert all(isinstance(view, AgreedView) for view in views), views

@@ -1,4 +1,4 @@
-"""What launchers say about a process, and what is said when they do not."""
+"""Launcher variables of a process, and the errors if they are missing or wrong."""
 
 import pickle
 

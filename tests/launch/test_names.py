@@ -46,7 +46,7 @@ def clean(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 
 def facts(strategy: str, **options: Any) -> dict[str, Any]:
-    """What a Trainer makes of a strategy's name, and of where it runs."""
+    """Properties of a Trainer's strategy, which follow from its name and from the environment."""
     trainer = pl.Trainer(strategy=strategy, accelerator="cpu", logger=False, enable_checkpointing=False, **options)
     chosen = trainer.strategy
     assert isinstance(chosen, DDPStrategy)

@@ -35,7 +35,7 @@ def _job(folder: Path, child: str, grace: float, ends: bool) -> None:
 
 
 def observed(folder: Path, child: str, grace: float, ends: bool = True) -> tuple[Outcome, str]:
-    """How rank 0 has ended, and what it has said."""
+    """Outcome of rank 0, and its output."""
     [outcome] = attempt(_job, 1, folder, child, grace, ends, timeout=80)
     return outcome, (folder / "stderr").read_text()
 

@@ -57,7 +57,7 @@ print(f"rank {{trainer.global_rank}} is at step {{trainer.global_step}}", flush=
 
 
 def _allocation(tmp_path: Path) -> dict[str, str]:
-    """What SLURM tells a batch script on two nodes, with stand-ins for its commands."""
+    """Variables that SLURM gives to a batch script on two nodes, with stand-ins for its commands."""
     for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
@@ -103,7 +103,7 @@ def _batch(tmp_path: Path, script: str, restarts: int, **more: str) -> subproces
 
 
 def _ask_to_stop(job: subprocess.Popen, tmp_path: Path, by: int = signal.SIGUSR1) -> None:
-    """What SLURM sends before the time limit, or by SIGTERM on `scancel`, once a checkpoint is there."""
+    """Send the signal of SLURM before the time limit, or SIGTERM as `scancel` does, once a checkpoint is there."""
     until = time.monotonic() + 120
     while not list(tmp_path.glob("runs/step=*.ckpt")) and time.monotonic() < until:
         assert job.poll() is None, (tmp_path / "printed").read_text()

@@ -78,7 +78,7 @@ class Watch(Callback):
 
 
 def _strategy(name: str, unused: bool) -> Any:
-    """What the Trainer gets."""
+    """The ``strategy`` argument of the Trainer."""
     if name == EVEN:
         return HeteroDDPStrategy(balance="off", find_unused_parameters=unused)
     return f"{name}_find_unused_parameters_true" if unused else name
@@ -119,7 +119,7 @@ def _rank(rank: int, port: int, train: Train, rows: Rows, strategy: Any, results
 
 
 def _fit(train: Train, rows: Rows, strategy: Any) -> list[Found]:
-    """What came of it on each rank."""
+    """Results of a fit on each rank."""
     with tempfile.TemporaryDirectory(prefix="packages-") as folder:
         results = Path(folder)
         port = random.SystemRandom().randrange(20000, 32000)  # below those that the kernel gives to connections
@@ -140,7 +140,7 @@ def _fit(train: Train, rows: Rows, strategy: Any) -> list[Found]:
 
 
 def load(results: Path) -> list[Found]:
-    """What the ranks have written to a folder."""
+    """Results that the ranks have written to a folder."""
     return [torch.load(results / f"{rank}.pt", weights_only=False) for rank in range(WORLD)]
 
 
@@ -155,12 +155,12 @@ def _mean_losses(ranks: list[Found]) -> list[float]:
 
 
 def _seen(ranks: list[Found]) -> list[Counter[str]]:
-    """How often each sample was seen in each epoch, by all ranks."""
+    """Number of times that each sample was seen in each epoch, by all ranks."""
     return [sum(parts, Counter()) for parts in zip(*(one["seen"] for one in ranks), strict=True)]
 
 
 def _differences(name: str, ranks: list[Found], plain: list[Found]) -> list[str]:
-    """How a fit differs from that of ``ddp`` though it should not."""
+    """Differences of a fit from that of ``ddp`` that should not be there."""
     wrong = []
     if (steps := [one["steps"] for one in ranks]) != (usual := [one["steps"] for one in plain]):
         wrong.append(f"{steps} steps, with ddp {usual}")

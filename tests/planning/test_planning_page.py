@@ -1,4 +1,4 @@
-"""What docs/archive/benchmarks.md says about a figure from a paper: by the command that it shows, and by hand."""
+"""Figure from a paper in docs/archive/benchmarks.md: checked by the command that the page shows, and by hand."""
 
 import re
 import shlex

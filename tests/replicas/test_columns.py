@@ -246,7 +246,7 @@ def by_hand(sizes: Sequence[int], wire: str) -> tuple[list[dict[str, torch.Tenso
     left = dict.fromkeys(owners, 0.0)
 
     def coded(rest: torch.Tensor) -> torch.Tensor:
-        """What arrives of values; they become what is left."""
+        """The values that arrive; the residuals take their place."""
         message, arrived = torch.zeros(encoding.bytes(len(rest)), dtype=torch.uint8), torch.zeros(len(rest))
         encoding.encode(rest, message)
         encoding.add(message, arrived)

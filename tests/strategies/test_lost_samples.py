@@ -1,4 +1,4 @@
-"""How many samples are lost with ranks, from what is known of them."""
+"""Number of samples that are lost with ranks, from what is known of these."""
 
 import pytest
 

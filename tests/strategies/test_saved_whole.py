@@ -11,7 +11,7 @@ from lightning_hetero.strategies import saving
 def _saves(
     monkeypatch: pytest.MonkeyPatch, lost: str, others: list[tuple[int, int]] | None = None
 ) -> tuple[int, tuple[int, int]]:
-    """How many times a rank saves, and what it tells the others.
+    """Number of times that a rank saves, and the value that it sends to the others.
 
     Args:
         monkeypatch: replaces what the ranks gather.
