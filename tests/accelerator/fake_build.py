@@ -32,7 +32,7 @@ def library(folder: Path) -> Path:
         folder: where it is kept. Older ones there are removed.
 
     Raises:
-        RuntimeError: with what the compiler says.
+        RuntimeError: with the compiler's output.
     """
     files = sorted(SOURCE.iterdir())
     mark = hashlib.sha256(b"".join(file.read_bytes() for file in files) + torch.__version__.encode()).hexdigest()[:16]

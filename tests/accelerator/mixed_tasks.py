@@ -64,7 +64,7 @@ class MixedNet(EvaluatedNet):
 
 
 class AtHome(pl.Callback):
-    """All that belongs to the model is on this rank's own device, after every step."""
+    """Checks after every step that all that belongs to the model is on this rank's own device."""
 
     def on_train_batch_end(self, trainer: pl.Trainer, module: Any, *_: Any) -> None:
         home = {trainer.strategy.root_device.type}
@@ -112,14 +112,14 @@ def fit(row: Row, accelerator: str, save: tuple[str, int] | None = None, resume:
 
 
 def truth(module: MixedNet) -> float:
-    """The loss over all samples, here."""
+    """The loss over all samples, computed in this process."""
     module = module.to("cpu").eval()
     with torch.no_grad():
         return float(module.loss(dataset(31)[:]))
 
 
 def life(row: Row, folder: str, library: str) -> dict[str, Any]:
-    """First rank 0 has the device; the same on rank 1 goes on from what was saved; then on rank 0 again."""
+    """Train with the device on rank 0; resume with the device on rank 1; resume again as at first."""
     warnings.filterwarnings("ignore", "Be aware that when using `ckpt_path`, callbacks")
     warnings.filterwarnings("ignore", "Replicas have not met between step")
     rank, there, back = int(os.environ["RANK"]), str(Path(folder, "there.ckpt")), str(Path(folder, "back.ckpt"))

@@ -1,4 +1,4 @@
-"""Replicas that exchange over NCCL, by a fake one on CPUs: the same means, and who is lost ends the others."""
+"""Replicas that exchange over NCCL, by a fake one on CPUs: the same means, and a lost rank ends the others."""
 
 import os
 import signal
@@ -37,7 +37,7 @@ class Losing(Net):
 
 
 def fit(name: str, slow: str = "", module: type[Net] = Net, **options: Any) -> tuple[torch.Tensor, int, str]:
-    """Weights; sums over the fake NCCL; what was said about the route."""
+    """The weights, the number of sums over the fake NCCL, and the message about the route."""
     warnings.filterwarnings("ignore", "Ranks .* share ")
     accelerator = fake_device.load_if_given()
     fake_nccl.install()

@@ -1,4 +1,4 @@
-"""The fake accelerator itself: what it refuses, and how its time passes. Each test runs in a process of its own."""
+"""The fake accelerator itself: its errors and its simulated time. Each test runs in a process of its own."""
 
 from collections.abc import Callable
 from typing import Any
@@ -201,15 +201,15 @@ def staging() -> None:
         arrived.record()
     torch.fake.sleep(6 * MS)
     assert torch.fake.now() == before
-    x.zero_()  # what travels is what was there when the copy began
-    assert pinned.sum() == 0  # who does not wait reads what was there
+    x.zero_()  # the copy has the values from the moment at which it began
+    assert pinned.sum() == 0  # without waiting one reads the old values
     arrived.synchronize()
     assert pinned.sum() == 4096
     assert torch.fake.now() - before == pytest.approx(4 * MS)
     torch.fake.synchronize()
     assert torch.fake.now() - before == pytest.approx(6 * MS)  # not 10
     pageable.copy_(x, non_blocking=True)
-    assert torch.fake.now() - before == pytest.approx(10 * MS)  # nobody could copy it behind the host's back
+    assert torch.fake.now() - before == pytest.approx(10 * MS)  # the host waits for a copy to pageable memory
 
 
 def test_pinned_memory_is_copied_beside_kernels(on_device):

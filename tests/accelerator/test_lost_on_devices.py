@@ -71,7 +71,7 @@ def start(folder: Path, how: str, library: str) -> list[subprocess.Popen[str]]:
 
 
 def ends(folder: Path, how: str, library: str = "") -> list[tuple[int, str, str]]:
-    """The exit status of each rank, and what it printed to each stream."""
+    """Exit status of each rank, and its output on each stream."""
     processes, found = start(folder, how, library), []
     try:
         for process in processes:

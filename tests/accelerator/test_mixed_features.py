@@ -173,7 +173,7 @@ ROWS = [
 @pytest.mark.parametrize("lost", [0, 2])
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 def test_ranks_go_on_when_one_is_lost(device: str, row: Row, lost: int) -> None:
-    """Rank 1 has the device, and rank 0 as well where that one is lost: then a CPU rank has its duties' successor."""
+    """One of the ranks that remain has the device. If rank 0 is lost, a rank on a CPU takes over its duties."""
     outcomes = attempt(
         survived, 3, row, lost, nodes=[1, 1, 1], env_of=given(device, 0, 1) if lost else given(device, 0, 2)
     )

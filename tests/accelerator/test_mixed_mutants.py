@@ -59,7 +59,7 @@ def measures(mutant: Any, row: Row, _: str) -> dict[str, Any]:
 
 
 DDP, NODE = Row("hetero_ddp"), Row("hetero_node", {"every_n_steps": 3})
-#: The mutant, in what it shows, and how.
+#: Each mutant, the job that shows it, and the words of the failure.
 MUTANTS = [
     (files_hold_devices, one_fit, NODE, "fake"),
     (weights_are_shared_on_the_device, one_fit, NODE, "No backend type"),

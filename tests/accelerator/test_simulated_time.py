@@ -257,5 +257,5 @@ def awaited(changes: str) -> list[float]:
     [("never", [4, 0, 0, 0]), ("always", [4, 4, 4, 4]), ("later", [4, 0, 0, 4]), ("evaluation", [4, 4, 4, 4])],
 )
 def test_snapshots_are_awaited_where_parameters_change_in_place(on_device, changes, waits):
-    """Else values from before and after would travel, and ranks of a replica take other ones each."""
+    """Otherwise a message would mix old and new values, and each rank of a replica would send other ones."""
     assert on_device(awaited, changes) == pytest.approx([wait * MS for wait in waits])

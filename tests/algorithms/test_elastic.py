@@ -1,4 +1,4 @@
-"""The elastic kernel without a network: what it conserves, where it stays, where it comes to rest, when it explodes."""
+"""The elastic kernel without a network: its conserved sums, its fixed points, its limits, and when it diverges."""
 
 import threading
 from collections.abc import Callable
@@ -29,7 +29,7 @@ class Table:
 
 
 class TableLinks:
-    """As ReplicaLinks, over a table."""
+    """Stands for ReplicaLinks, and exchanges over a table."""
 
     def __init__(self, table: Table, index: int) -> None:
         self.table, self.index, self.count = table, index, len(table.slots)
@@ -54,7 +54,7 @@ class TableLinks:
 
 
 class Course(NamedTuple):
-    """Positions after each step, the first before all: of replicas (steps, replicas, values), of the center."""
+    """Positions before the first step and after each: of replicas (steps, replicas, values), of the center."""
 
     x: np.ndarray
     c: np.ndarray
@@ -74,7 +74,7 @@ def train(
     step: Callable[[int, torch.Tensor], torch.Tensor] = lambda i, x: x,
     center: float = 0.0,
 ) -> Course:
-    """Replicas that take steps of their own, ``x <- step(i, x)``, and meet."""
+    """Train replicas that take steps of their own, ``x <- step(i, x)``, and meet."""
     table = Table(len(starts))
 
     def replica(index: int) -> list[tuple[float, float]]:

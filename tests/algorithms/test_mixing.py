@@ -41,7 +41,7 @@ def product(rule: Rule, n: int, rounds: int, seed: int = 0, first: int = 0) -> n
 
 
 def second(mixing: np.ndarray) -> float:
-    """The second largest modulus of the eigenvalues: 0 is an exact average, 1 none."""
+    """Second largest modulus of the eigenvalues: 0 is an exact average, 1 no mixing."""
     return sorted(abs(np.linalg.eigvals(mixing)))[-2]
 
 

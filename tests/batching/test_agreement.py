@@ -1,4 +1,4 @@
-"""Ranks agree on plans, whatever is delayed or lost, and on a batch to save at, and nobody waits for it."""
+"""Agreement of ranks on plans, whatever is delayed or lost, and on a batch to save at; nobody waits for it."""
 
 import json
 import os
@@ -46,16 +46,16 @@ class Rank:
 
 
 class Hasty(PlanMember):
-    """Does not wait, though it has answered: the mutant."""
+    """The mutant: after its answer it does not wait."""
 
     def may_draw(self, step: int) -> bool:
         return True
 
 
 def simulate(events: list[tuple[str, int]], member: Callable[[int], PlanMember]) -> list[Rank]:
-    """Ranks that draw, and messages that arrive, in some order.
+    """Run ranks that draw, and messages that arrive, in some order.
 
-    Each event is something that happens to a rank: it draws, it hears what was sent to it, its answer arrives, or it
+    Each event is something that happens to a rank: it draws, it gets its message, its answer arrives, or it
     is late for good.
     """
     ranks, leader = [Rank(member(0)) for _ in range(WORLD)], PlanLeader(WORLD)
@@ -81,7 +81,7 @@ def simulate(events: list[tuple[str, int]], member: Callable[[int], PlanMember])
                 decision = leader.decide(now)
                 if decision is not None:
                     sent = [decision] * WORLD
-            elif not any(sent) and not any(answers):  # who has heard of the last one reports again, and only then
+            elif not any(sent) and not any(answers):  # ranks report again after the last decision, and not before
                 made += 1
                 sent = [leader.propose(replace(FIRST, costs=(Cost(float(made), 1.0),) * 3), now)] * WORLD
     return ranks
@@ -104,7 +104,7 @@ def test_every_step_is_drawn_by_one_plan(events: list[tuple[str, int]]) -> None:
 
 
 def one_agreement(draws_of_the_fast: int) -> list[tuple[str, int]]:
-    """All answer; then one rank draws before it hears what was decided; then all draw."""
+    """Events: all answer; then one rank draws before it gets the decision; then all draw."""
     asked = [("decide", 0), *(("hear", r) for r in range(3)), *(("answer", r) for r in range(3)), ("decide", 0)]
     told = [*(("hear", r) for r in range(3)), *(("draw", r) for r in range(3) for _ in range(30))]
     return [*asked, *[("draw", 0)] * draws_of_the_fast, *told]
@@ -154,7 +154,7 @@ def test_messages_are_what_they_were(reach: tuple[float, ...]) -> None:
 
 
 class Clock:
-    """Rank 0 asks from a time on."""
+    """Condition under which rank 0 asks: a time has passed."""
 
     def __init__(self, seconds: float, notice: float = 1.0) -> None:
         self.seconds, self.notice, self.began = seconds, notice, time.monotonic()
@@ -171,7 +171,7 @@ def _open(clock: Clock, limit: float = 60.0, **options: Any) -> AgreedBatch:
 
 
 def _steps(paces: list[float], seconds: float, notice: float = 1.0) -> tuple[list[int], list[float]]:
-    """After which batches this rank does it, and how long each batch made it wait."""
+    """The batches after which this rank acts, and the wait after each batch."""
     clock = Clock(seconds, notice)
     agreed, at, waits = _open(clock), list[int](), list[float]()
     for batch in range(1, 10**5):
@@ -181,7 +181,7 @@ def _steps(paces: list[float], seconds: float, notice: float = 1.0) -> tuple[lis
         waits.append(time.monotonic() - before)
         if due:
             at.append(batch)
-            dist.barrier()  # as to save does
+            dist.barrier()  # as a save does
             clock.began = time.monotonic()
             agreed.rearm()
         if len(at) == 3:
@@ -195,12 +195,12 @@ def test_ranks_at_unlike_speeds_agree_on_the_same_batches() -> None:
     first, second = run(_steps, 2, [0.01, 0.013], 0.5, timeout=120)
     assert first[0] == second[0]
     assert len(first[0]) == 3
-    # In 0.5 s and more it is not time yet, whatever this machine does besides.
+    # For 0.5 s and more rank 0 does not ask, however busy this machine is.
     assert all(later - earlier > 1 for earlier, later in zip([0, *first[0]], first[0], strict=False))
 
 
 def _behind() -> list[int]:
-    """Rank 1 is a batch ahead, and has counted them in an earlier fit; the thread answers before the first one ends."""
+    """Rank 1 is a batch ahead, counted from an earlier fit; the thread answers before the first batch ends."""
     done, at = 7 + int(os.environ["RANK"]), list[int]()
     agreed = _open(Clock(0.0, 0.0), done=done)
     time.sleep(1.0)

@@ -31,7 +31,7 @@ class Clock:
 
 
 class Mailbox:
-    """In place of the all-gather of reports: what all ranks have sent, once all have."""
+    """Replaces the all-gather of reports: the rows of all ranks, once all have sent theirs."""
 
     def __init__(self, rows, rank, sent):
         self.rows, self.rank, self.sent, self.in_flight = rows, rank, sent, False
@@ -57,11 +57,11 @@ class Numbers:
 
 
 class Rank:
-    """One rank as the strategy sets it up, with everything real but the wire and the clock."""
+    """A rank as the strategy sets it up; only the wire and the clock are not real."""
 
     def __init__(self, rank, world, rows, sent, sizes, batch_size, workers, persistent, costs=None, rule="additive"):
         self.rank, self.epoch, self.clock = rank, 0, Clock()
-        self.size = lambda drawn: max(drawn.samples, 1)  # which its time is proportional to
+        self.size = lambda drawn: max(drawn.samples, 1)  # its time is proportional to this
         self.planner = Planner(world)
         self.accounting = None
         loaders = Loaders(
@@ -125,7 +125,7 @@ class Rank:
 
 @pytest.fixture
 def cluster(monkeypatch):
-    """Makes ranks; the checks that all ranks agree need no wire, as all are made alike."""
+    """Makes ranks. The checks that all ranks agree are skipped: all ranks are made alike."""
     for name in ("check_equal", "raise_on_all"):
         monkeypatch.setattr(loaders_module, name, lambda *_: None)
     made = []
@@ -188,7 +188,7 @@ def test_every_sample_is_drawn_once_whatever_the_plan_and_however_far_ahead(clus
             of_loader = [[len(batches[i]) for batches, _ in step] for i in range(len(sizes))]
             for own in zip(*of_loader, strict=True):  # in equal proportions of all loaders
                 assert own[0] * sum(of_loader[-1]) == own[-1] * sum(of_loader[0])
-    assert len({plan.start for plan in ranks[0].planner.plans}) > 1  # or the test would show nothing
+    assert len({plan.start for plan in ranks[0].planner.plans}) > 1  # otherwise the test would show nothing
     assert ranks[0].planner.plans == ranks[1].planner.plans
 
 

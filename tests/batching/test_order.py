@@ -194,7 +194,7 @@ def test_rank_0_decides_for_all(make):
 def test_an_interrupted_epoch_can_be_repeated(make):
     stir(1)
     first = order_of(make(), epoch=3)
-    stir(2)  # another process, another past
+    stir(2)  # another process has another random state
     assert order_of(make(), epoch=3) == first
     assert order_of(make(), epoch=4) != first
     assert order_of(make(), epoch=3, seed=1) != first

@@ -255,7 +255,7 @@ class Simulated:
         self.evidence = [SpeedEstimator() for _ in truth]
 
     def run(self, steps):
-        """Seconds of each step, over those of samples that can be cut, which nobody beats."""
+        """Seconds of each step, relative to those of samples that can be cut, which are the least possible."""
         found, reports = [], None
         for step in range(steps):
             if reports:
@@ -284,4 +284,4 @@ def test_ranks_learn_seconds_per_unit_of_cost():
     truth = [Cost(0.1, 0.02), Cost(0.05, 0.01), Cost(0.2, 0.005), Cost(0.1, 0.04)]
     found = Simulated(truth, learns=True).run(300)
     assert np.mean(found[:4]) > 1.5
-    assert np.mean(found[-100:]) < 1.035  # 1.05 if they learn seconds per sample
+    assert np.mean(found[-100:]) < 1.035  # 1.05 with seconds per sample

@@ -1,4 +1,4 @@
-"""All ranks of a job in one process: what they draw and evaluate together, against what one process would draw."""
+"""All ranks of a job in one process: they draw and evaluate together the samples that one process would draw."""
 
 import math
 from collections import Counter
@@ -36,7 +36,7 @@ def one_process(samples, batch_size, drop_last, epoch):
 
 
 class Rank:
-    """One rank: its sampler, and where training stands."""
+    """A rank: its sampler, and the position of the training."""
 
     def __init__(self, rank, planner, samples, batch_size, drop_last=False, replica=None):
         self.position = Position(0, 0, 0)
@@ -61,18 +61,18 @@ class Rank:
         self.position = Position(epoch, batch, epoch * len(self.sampler) + batch if step is None else step)
 
     def run(self):
-        """The rest of the epoch: pairs of a batch and what the sampler says about it."""
+        """Iterate over the rest of the epoch: pairs of a batch and the sampler's record of it."""
         return [(batch, self.sampler.drawn.popleft()) for batch in self.sampler]
 
 
 def check_together(parts, reference):
-    """``parts[rank][step]`` make up the reference's batches exactly."""
+    """Check that ``parts[rank][step]`` make up the reference's batches exactly."""
     assert {len(steps) for steps in parts} == {len(reference)}  # the same number of steps on every rank
     for step, batch in enumerate(reference):
         together = []
         for own, drawn in (steps[step] for steps in parts):
             if drawn.samples == 0:
-                assert len(own) == 1  # a padding batch, which must be something that the model can take
+                assert len(own) == 1  # a padding batch, which must have a sample for the model
                 assert own[0] in batch
             else:
                 assert len(own) == drawn.samples

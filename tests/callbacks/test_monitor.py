@@ -1,4 +1,4 @@
-"""HeteroMonitor: it logs what ranks report, once, on all alike; what it keeps of a long fit is bounded."""
+"""HeteroMonitor: it logs the reports of ranks, once, on all alike; its records of a long fit are bounded."""
 
 import os
 import pickle

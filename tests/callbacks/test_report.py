@@ -1,4 +1,4 @@
-"""The report: figures by hand, a page that a browser shows, what a notebook shows of it, and nothing unasked for."""
+"""The report: figures by hand, its page in a browser and in a notebook, and no files that nobody asked for."""
 
 import base64
 import json
@@ -33,7 +33,7 @@ PER_RANK = 8
 
 
 class Slow(Dataset):
-    """Rank 1 needs a while for each sample."""
+    """A dataset that is slow on rank 1, for each sample."""
 
     def __init__(self, samples: int) -> None:
         self.data, self.rank = dataset(samples), None
@@ -157,7 +157,7 @@ def test_an_error_ends_the_fit_before_the_timeout_and_rank_zero_reports_what_it_
 
 
 def fit(**changes: Any) -> FitRecord:
-    """Two ranks, a replica each, that have exchanged."""
+    """Record of a fit of two replicas of one rank that have exchanged."""
     steps = [StepSpan(i, 1, 0.1 * i, 8, 0.01, 0.06, 0.0, 0.03) for i in range(20)]
     exchanges = [
         ExchangeRecord(i, i, 100 * i, 0.1 * i, 0.0, float("nan"), {"center_distance": 1.0}) for i in range(1, 20)
@@ -207,7 +207,7 @@ def test_no_colour_means_two_things() -> None:
     seen = [rgb_to_hsv(to_rgb(colour)) for colour in CAUSES.values()]
     hues = sorted(360 * hue for hue, _, _ in seen)
     apart = [(b - a) % 360 for a, b in zip(hues, [*hues[1:], hues[0]], strict=True)]
-    assert min(apart) > 40, hues  # loading data and exposed exchanges once were two oranges: 41 and 27
+    assert min(apart) > 40, hues  # 41 and 27 would be too near: two oranges
 
 
 def test_the_numbers_beside_the_shares_are_of_a_whole_batch() -> None:
@@ -329,5 +329,5 @@ def test_with_a_report_it_has_the_verdict_the_picture_and_the_way_to_the_rest(tm
     assert inside == (tmp_path / "a&b" / "timeline.png").read_bytes()
     assert (
         summary.verdict.headline in Reader(notebook_html([], summary)).words
-    )  # too short a fit for ranks to tell anything
+    )  # the fit is too short for ranks to report
     assert not re.search("<Net>|<script", notebook_html(HISTORY, summary))

@@ -1,4 +1,4 @@
-"""Ranks that die, stop or leave while others exchange with the center; and what is left behind."""
+"""Ranks that die, stop or leave while others exchange with the center; and the files that are left."""
 
 import math
 import os
@@ -56,7 +56,7 @@ def until_error(center: Center) -> tuple[str, float]:
 
 
 def after_all(survivors: int, folder: Path) -> None:
-    """Wait until all survivors have seen what they see: else the first to close its center would be named."""
+    """Wait until all survivors have got their errors: otherwise the first to close its center would be named."""
     (folder / str(dist.get_rank())).touch()
     end = time.monotonic() + 60
     while len(list(folder.iterdir())) < survivors and time.monotonic() < end:
@@ -222,7 +222,7 @@ def test_whoever_does_not_come_when_it_is_its_turn_is_named_by_the_host() -> Non
 
 
 def waits_for_its_turn() -> tuple[str, float]:
-    """The host has had its turn, and nobody else comes; another rank was lost meanwhile."""
+    """The host has had its turn, and no other rank comes; another rank was lost meanwhile."""
     center = begun("turns", LEADERS)
     if dist.get_rank() != 1:
         time.sleep(3.0)

@@ -1,4 +1,4 @@
-"""Nothing is left of a center that has ended, and MPI's own way to end a job."""
+"""Ends of centers, which leave nothing behind, and MPI's own way to end a job."""
 
 import os
 import threading

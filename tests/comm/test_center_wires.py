@@ -30,7 +30,7 @@ def drawn(seed: int) -> list[torch.Tensor]:
 
 
 def _ends(wire: str, mutant: bool) -> list[tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]]:
-    """For each of some exchanges: where the client is (as heard, or truly), what it is told, what both ends know."""
+    """For each exchange: the client's values (as received, or true), the difference, the values known to both ends."""
     dist.init_process_group("gloo")
     rank, center, found = dist.get_rank(), drawn(0), []
     group, dtype = dist.group.WORLD, DTYPES[wire]
@@ -71,7 +71,7 @@ def test_both_ends_of_a_wire_agree_bitwise(wire: str) -> None:
         assert same(known, known_there)
         assert len(known) == (0 if wire == "fp32" else 2)
         for a, b in zip(heard, truth, strict=True):
-            # In 16 bits: rounded once, from wherever it was known to be; never far off, however many exchanges.
+            # In 16 bits the change since the last known values is rounded once: errors do not add up over exchanges.
             assert (a - b).abs().max() <= 1.05 * ROUNDING.get(wire, 0.0) * 10
 
 
@@ -85,7 +85,7 @@ def test_control_without_rounding_at_the_host_the_ends_differ(wire: str) -> None
 
 
 def _approach(center: Center, layout: CenterLayout) -> tuple[list[torch.Tensor], Any]:
-    """Clients that move by a quarter of what they are told, as the center does."""
+    """Let clients and the center each move by a quarter of the difference."""
     center.open([torch.zeros_like(value) for value in drawn(0)])
     own = drawn(layout.rank)
     for _ in range(60):
@@ -104,7 +104,7 @@ def test_clients_and_center_meet_far_beyond_the_rounding_of_one_exchange(wire: s
     center = ranks[0][1][0]
     everybody = [rank[0] for rank in ranks]
     for i in range(2):
-        # Conserved, in spite of all rounding: what the center wins, clients lose.
+        # The sum is conserved in spite of all rounding: clients lose as much as the center gains.
         total = center[i].double() + sum(own[i].double() for own in everybody)
         start = sum(drawn(rank)[i].double() for rank in range(3))
         assert (total - start).abs().max() < 1e-4 if i == 0 else 1e-12
@@ -169,7 +169,7 @@ def test_changes_in_few_bits_all_arrive_or_are_still_to_be_sent(wire: str) -> No
 
 
 def _apart(center: Center, layout: CenterLayout) -> tuple[Any, Any]:
-    """The way from the center to a client is longer than fp16 can say, but each is near where both ends start."""
+    """A client is farther from the center than fp16 can express, but both are near the values where the ends start."""
     center.open([torch.zeros(5)])
     if layout.rank == 2:
         center.push_pull([torch.full((5,), -60000.0)], 1.0)
@@ -201,7 +201,7 @@ def test_a_difference_that_does_not_fit_leaves_the_center_alone() -> None:
 
 
 def _set(center: Center, layout: CenterLayout) -> list[torch.Tensor]:
-    """As a resumed job does: opened with other values than those that are then loaded."""
+    """As in a resumed job: open the center with other values than those that are loaded then."""
     center.open([torch.zeros_like(value) for value in drawn(0)])
     client = CenterClient(center, ReplicaLinks(layout.rank, EACH, Groups.open(LIMIT)))
     client.write([value + 100 for value in drawn(0)], [0, 0, 0])

@@ -1,4 +1,4 @@
-"""One suite for all homes of a center, against NumPy and what clients themselves were told."""
+"""One suite for all homes of a center, against NumPy and the differences that clients got."""
 
 import functools
 import math
@@ -74,7 +74,7 @@ def unit(value: torch.Tensor, home: str) -> float:
 
 
 def assert_moved(before: list[torch.Tensor], told: list[torch.Tensor], push: float, after: list[torch.Tensor]) -> None:
-    """Exactly by what the client was told, in every format."""
+    """The center has moved exactly by the difference that the client got, in every format."""
     for old, difference, new in zip(before, told, after, strict=True):
         size = old.abs().maximum((push * difference).abs())
         assert (
@@ -116,8 +116,8 @@ def test_a_crowd_of_clients_loses_nothing(home: str) -> None:
     assert counts == [EXCHANGES] * WORLD
     for value, total in zip(values, added, strict=True):
         lost = float((value != total).double().mean())
-        # Processes without a lock lose what they add to the same number at the same moment: all of a small tensor,
-        # and the more of a large one the more often they meet; how much careful ones lose is the next test's matter.
+        # Processes without a lock lose additions to the same number at the same moment: all of a small tensor,
+        # and some of a large one. The next test measures the loss of processes that exchange more rarely.
         assert lost == 0 or (home == "hogwild" and (lost < 1 or value.numel() < 100))
     if home == "hogwild":  # without the lock exchanges are torn
         assert sum(rank[1] for rank in ranks) > 0
@@ -135,7 +135,7 @@ def lost(ranks: list[Any]) -> float:
 @homes
 def test_adds_are_not_lost(home: str) -> None:
     assert abs(lost(results(home, "careful"))) < (0.05 if home == "hogwild" else 1e-5)
-    if home in ("shared", "mpi", "mpi-across"):  # the control: to read and to write loses adds
+    if home in ("shared", "mpi", "mpi-across"):  # the control: reading and writing without a lock loses additions
         assert lost(results(home, "careless")) > 0.05
 
 
@@ -152,10 +152,10 @@ def test_a_client_with_values_that_cannot_be_told_leaves_the_center_alone(home: 
             assert all(torch.equal(a, b) for a, b in zip(before, between, strict=True)), (turn, rank, bad)
         else:
             assert math.isfinite(first.square)
-        # The next exchange is all right.
+        # The next exchange is correct again.
         assert math.isfinite(second.square)
         for x, d, c in zip(doubles(drawn(100 + turn)), told, doubles(between), strict=True):
-            around = 2 * (1 + np.abs(x) + np.abs(c) + turn)  # where this client and the center have been
+            around = 2 * (1 + np.abs(x) + np.abs(c) + turn)  # former values of this client and the center
             if home in NARROW and turn >= 2 * WORLD:
                 around[-1] += 1e6
             assert (np.abs(d.double().numpy() - (x - c)) <= unit(d, home) * around).all(), (turn, rank, bad)

@@ -33,7 +33,7 @@ def ranks(world: int = 4) -> Iterator[list[FailureChannel]]:
 
 
 def die(one: FailureChannel) -> None:
-    """As the kernel would let it: its connections end."""
+    """End a rank as the kernel would: its connections end."""
     one.close()
 
 
@@ -51,7 +51,7 @@ def test_a_rank_that_ends_without_a_word_is_known_to_all() -> None:
 
 def test_what_came_first_wins_over_its_echoes() -> None:
     with ranks() as everyone:
-        everyone[3].announce("echo", "has lost another rank")  # before anybody knows of which
+        everyone[3].announce("echo", "has lost another rank")  # before the others know of which rank
         die(everyone[3])
         assert everyone[1].first(0.3) is None
         everyone[2].announce("failed", "failed with ValueError: no")
@@ -102,7 +102,7 @@ def test_strangers_change_nothing() -> None:
             try:
                 stranger.sendall(said[number % len(said)])
             except OSError:
-                continue  # it has been sent away: there are too many
+                continue  # it has been refused: there are too many
         for stranger in strangers[::2]:
             stranger.close()
         assert first.first(0.3) is None

@@ -12,7 +12,7 @@ from lightning_hetero.comm.gossip_peers import PeerLiveness
 
 
 class Door:
-    """Answers knocks, or does not."""
+    """A peer that answers connections, or does not."""
 
     def __init__(self) -> None:
         self.error: OSError | None = TimeoutError("no answer")

@@ -96,7 +96,7 @@ def test_a_flipped_byte_of_the_header(field: str, reason: str) -> None:
 @pytest.mark.parametrize("field", ["numbers", "size"])
 def test_a_flipped_byte_of_a_length(field: str) -> None:
     for at in range(AT[field], AT[field] + FIELDS[field]):
-        with pytest.raises((RefusedError, OSError)):  # or it waits for more, in vain
+        with pytest.raises((RefusedError, OSError)):  # otherwise it waits for more bytes in vain
             delivered(flipped(PUSH, at, 1 << random.randrange(8)) + bytes(8 * 64))
 
 

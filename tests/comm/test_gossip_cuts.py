@@ -1,4 +1,4 @@
-"""A pair's connection breaks, stalls or lies at each of the six messages; and peers that are not what they seem."""
+"""Connections of a pair that break, stall or change a byte at each of the six messages; and false peers."""
 
 import time
 from collections.abc import Callable
@@ -17,7 +17,7 @@ MESSAGES = ["ASK", "YES", "SWAP", "BACK", "COMMIT", "DONE"]
 
 
 class Once:
-    """Does something to the first message of a name, and lets all others pass."""
+    """Acts on the first message of a name, and lets all others pass."""
 
     def __init__(self, name: str, act: Callable[[bytes], bytes | None]) -> None:
         self.name, self.act, self.done = name, act, False
@@ -44,7 +44,7 @@ def flip(at: int) -> Callable[[bytes], bytes]:
 def duel(
     act: Judge, turn: float = 1.0, wait: float = 2.2, again: bool = True, limit: float = LIMIT
 ) -> tuple[tuple[bool, bool], torch.Tensor, Any]:
-    """Peer 0 asks peer 1 in bad weather; then both try again. Who counted, by how much the sum is off, refusals.
+    """Let peer 0 ask peer 1 with a fault; then both try again. Who counted, the change of the sum, refusals.
 
     Offers are open for ``wait`` limits.
     """
@@ -53,11 +53,11 @@ def duel(
         before = total([one, other])
         one.offer([1], turn)
         other.offer([0], turn)
-        other.pairing._selector._at = time.monotonic() + 60  # asks nobody itself
+        other.pairing._selector._at = time.monotonic() + 60  # it does not ask by itself
         counted = one.take(wait * limit), other.take(wait * limit)
         off = total([one, other]) - before
         before = total([one, other])
-        # Who was late may not be waited for in the first round; then that one waits in vain, and asks.
+        # In the first round a peer may not wait for one that was late; then the late one waits in vain, and asks.
         assert not again or any(meet(one, other, turn + 2 + i, 3 * limit) == (True, True) for i in range(8))
         assert torch.equal(total([one, other]), before)
         return counted, off, one.pairing.peers.refused + other.pairing.peers.refused
@@ -71,7 +71,7 @@ def test_the_connection_breaks(name: str) -> None:
 
 
 def _hasty(self: PairExchange, peer: int, turn: float, weight: float, agreed: Callable[[], bool]) -> PairResult:
-    """Counts the exchange that it has asked for already at COMMIT."""
+    """Ask for an exchange, and count it at COMMIT, which is too early."""
     channel, numbers, peers = self._peers.channel(peer), (turn, weight, 1.0), self._peers
     channel.send(MessageKind.ASK, numbers, (), peers.deadline_in())
     assert channel.receive(refuse_vectors, peers.deadline_in()).kind == MessageKind.YES
@@ -91,7 +91,7 @@ def test_the_control_counts_too_early(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("name", ["BACK", "DONE"])
 def test_the_connection_breaks_between_peers_that_take_any_partner(name: str) -> None:
-    # The offer stays open, and is taken at the next try; if DONE is lost, who asked finds out that it has counted.
+    # The offer stays open for the next try; if DONE is lost, the peer that asked learns that the exchange has counted.
     counted, off, _ = duel(Once(name, cut), ANY, wait=20)
     assert counted == (True, True)
     assert not off.any()
@@ -105,7 +105,7 @@ def test_a_message_is_late(name: str) -> None:
 
 
 def test_the_last_message_has_twice_as_long() -> None:
-    limit = 1.0  # second; nearly as much is left, for a busy machine
+    limit = 1.0  # second; the limit is nearly two, for a busy machine
     counted, off, _ = duel(Once("DONE", late(1.1, limit)), limit=limit)
     assert counted == (True, True)
     assert not off.any()
@@ -123,7 +123,7 @@ def test_all_messages_are_slow() -> None:
     def slow(name: str, message: bytes) -> bytes:
         time.sleep(
             0.3 * limit
-        )  # two are in time, and leave some for a busy machine; all of them together would be late
+        )  # two are in time, with a reserve for a busy machine; all of them together would be late
         return message
 
     counted, off, _ = duel(slow, wait=8, again=False, limit=limit)

@@ -26,7 +26,7 @@ needs_namespaces = pytest.mark.skipif(namespaces.missing, reason="needs root and
 
 
 def counted(end: Any, index: int, interface: str) -> None:
-    """Offers to all, again and again, until told to stop; says on demand whom it has met, and what it holds."""
+    """Offer to all, again and again, until told to stop; report on demand the exchanges, the misses and the values."""
     member = Member(index, 1.0, LIMIT, interface=interface)
     member.x[:] = START[index]
     end.send((member.pairing.peers.address, member.path))
@@ -56,7 +56,7 @@ def counted(end: Any, index: int, interface: str) -> None:
 
 
 def pushed(end: Any, index: int, interface: str) -> None:
-    """Pushes half to the others in turn, again and again; takes what there is."""
+    """Push half to the others in turn, again and again, and take all pushes."""
     giver = Giver(index, [START[index]], LIMIT, interface=interface)
     end.send((giver.pushing.peers.address, giver.path))
     addresses, paths = end.recv()
@@ -68,7 +68,7 @@ def pushed(end: Any, index: int, interface: str) -> None:
     others = [i for i in range(COUNT) if i != index]
     while words != "stop":
         turn += 1
-        peer = others[turn % len(others)]  # in turn: a run of draws could be all of the dead one
+        peer = others[turn % len(others)]  # in turn: random draws could all be the dead one
         met[peer] += giver.give([peer], turn) == [True]
         giver.get(10**9, [], 0)
         words = end.recv() if end.poll(0.005) else ""
@@ -81,13 +81,13 @@ def pushed(end: Any, index: int, interface: str) -> None:
 
 
 def beyond(link: Link, body: Body, end: Any, index: int) -> None:
-    """At the other end of a link."""
+    """Run a body at the other end of a link."""
     link.enter()
     body(end, index, link.there)
 
 
 class Herd:
-    """The processes, and what passes between them."""
+    """The processes, and the network between them."""
 
     def __init__(self, body: Body, boxes: bool, proxies: bool, link: Link | None) -> None:
         self.down, pipes = False, [ranks._context.Pipe() for _ in range(COUNT)]

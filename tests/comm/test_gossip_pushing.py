@@ -24,7 +24,7 @@ MESSAGES = ["PUSH", "YES", "COMMIT", "DONE"]
 
 
 class Giver:
-    """``x`` and ``w``, parts of which it gives away."""
+    """A peer with ``x`` and ``w``, of which it gives away parts."""
 
     def __init__(
         self, index: int, x: Sequence[float], limit: float, token: bytes = TOKEN, interface: str = "127.0.0.1"
@@ -74,7 +74,7 @@ def givers(
 
 
 def sums(members: Sequence[Giver]) -> list[float]:
-    """Of values and of weights, what has arrived included."""
+    """Sums of the values and of the weights, with those of received pushes."""
     waiting = [push for member in members for push in member.pushing.waiting()]
     x = sum((member.x for member in members), sum((push.vectors[0] for push in waiting), torch.zeros(())))
     return [*x.tolist(), sum(member.w for member in members) + sum(push.weight for push in waiting)]
@@ -149,7 +149,7 @@ def test_what_a_checkpoint_holds_comes_back() -> None:
 
 
 def push_in(act: Judge, boxes: bool = False) -> tuple[bool, int, list[float], Any]:
-    """Whether peer 0 thinks that its push has gone, how many have come, by how much the sums are off, refusals."""
+    """Whether peer 0 takes its push as sent, the number of received pushes, the change of the sums, refusals."""
     with givers(2, LIMIT, boxes, act) as (one, two):
         before = sums([one, two])
         [gone] = one.give([1], 1)

@@ -1,4 +1,4 @@
-"""A rank's place in a job: for one process."""
+"""Place of a rank in its job: in one process."""
 
 import time
 from collections.abc import Iterator

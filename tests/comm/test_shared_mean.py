@@ -1,4 +1,4 @@
-"""Averages in shared memory against sums over gloo and NumPy; what is left when ranks end."""
+"""Averages in shared memory against sums over gloo and NumPy, and the files that are left when ranks end."""
 
 import os
 import signal

@@ -33,7 +33,7 @@ def wakeup() -> Iterator[Wakeup]:
 
 @pytest.fixture
 def many_open_files() -> Iterator[None]:
-    """The next file of this process has a number that `select` does not take."""
+    """Let the next file of this process have a number that `select` does not take."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard < 2048:
         pytest.skip("this process may not open so many files")

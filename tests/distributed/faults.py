@@ -1,4 +1,4 @@
-"""Faults that strike ranks in the midst of a fit, and what the others have seen of them."""
+"""Faults of ranks during a fit, and the records of the other ranks."""
 
 import json
 import os
@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 import lightning_hetero as lh
 
 GRACE = 2.0
-#: Of all fits here: 8 steps in each of two epochs.
+#: Steps of all fits here: 8 in each of two epochs.
 STEPS = 16
 DIED = (
     "has ended without an error message: killed, out of memory, its program is over, or gloo has aborted it at a "
@@ -52,9 +52,9 @@ class Strike(NamedTuple):
     """A fault.
 
     Attributes:
-        rank: whom it strikes.
+        rank: the one with the fault.
         step: when, in its optimizer steps.
-        how: ``killed``, ``frozen`` (``thawed`` for as long as the others have not noticed; ``paused`` for a second),
+        how: ``killed``, ``frozen`` (``thawed`` once the others have noticed; ``paused`` for a second),
             ``raises``, ``nan``, ``terminated``.
     """
 
@@ -70,7 +70,7 @@ class Seen(NamedTuple):
         weights: at the end.
         steps: optimizer steps at the end.
         losses: of ranks.
-        told: what it said about them, and when.
+        told: its messages about them, with their times.
         number: its rank and the world at the end.
     """
 
@@ -82,7 +82,7 @@ class Seen(NamedTuple):
 
 
 class Struck(EvaluatedNet):
-    """A model on which faults strike."""
+    """A model with faults."""
 
     def __init__(self, folder: str, strikes: list[Strike]) -> None:
         super().__init__()
@@ -114,13 +114,13 @@ class Struck(EvaluatedNet):
 
 
 def note(folder: str, name: str) -> None:
-    """Write down that this process is there now."""
+    """Write down the number of this process and the time, under a name."""
     Path(folder, f".{name}").write_text(json.dumps([os.getpid(), time.monotonic()]))
     Path(folder, f".{name}").rename(Path(folder, name))
 
 
 def noted(folder: str, name: str) -> Any:
-    """The number of a process, and the moment, that were written down; ``None`` if not yet."""
+    """The number and the time that a process has written down under a name; ``None`` if there are none."""
     path = Path(folder, name)
     return json.loads(path.read_text()) if path.exists() else None
 

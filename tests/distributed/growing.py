@@ -21,7 +21,7 @@ JOINS_AT = 5  # steps after which those that run wait for them
 
 
 class WaitsForOthers(pl.Callback):
-    """Ranks go slowly until others have joined, and wait for them at some step. Before that nobody may join."""
+    """Slows ranks down until others have joined; rank 0 waits for these at a step. Before that nobody may join."""
 
     def __init__(self, how_many: int, timeout: float = 120.0) -> None:
         self.how_many, self.timeout, self.world = how_many, timeout, 0
@@ -38,7 +38,7 @@ class WaitsForOthers(pl.Callback):
             vars(newcomers).pop("_most", None)
         if trainer.world_size > self.world:
             return
-        time.sleep(0.1)  # what follows in half a second is then some steps later
+        time.sleep(0.1)  # half a second is then a few steps
         if trainer.global_step != JOINS_AT or not trainer.is_global_zero:
             return
         until = time.monotonic() + self.timeout
@@ -62,7 +62,7 @@ class Seen(NamedTuple):
 
 
 class Watches(pl.Callback):
-    """Notes where training begins, and begins again."""
+    """Keeps the steps at which training begins, and begins again, with the weights there."""
 
     def __init__(self) -> None:
         self.starts: list[tuple[int, int, int]] = []
@@ -103,7 +103,7 @@ def fit(
     epochs: int = 3,
     steps: int = -1,
 ) -> Seen:
-    """A fit on a rank; one that is started late waits until the job is there, and then begins as any other."""
+    """Train on this rank; a process that is started late waits until the job is there, and then begins as any other."""
     if os.environ.get(LATE):
         options = {**options, **(late_options or {})}
         until = time.monotonic() + 120

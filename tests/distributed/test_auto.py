@@ -1,4 +1,4 @@
-"""`hetero_auto`: what it measures is what it goes by, and it goes on as the strategy it names would, by hand."""
+"""`hetero_auto`: its choice follows its measurements, and it goes on as the chosen strategy would, by hand."""
 
 import logging
 from pathlib import Path
@@ -22,7 +22,7 @@ FAST_LINK, SLOW_LINK = (1e-6, 1e12), (0.5, 1e3)  # seconds, bytes per second
 
 
 def _measured_as(way: tuple[float, float], candidates: tuple[str, ...] = strategy_choice.CANDIDATES) -> None:
-    """Let this rank measure such links, and long steps if they are slow, and choose among these strategies."""
+    """Let this rank measure such links (if they are slow, with long steps), and choose among these strategies."""
     cluster.measure_links = lambda chosen: [cluster.MeasuredLink(pair, *way) for pair in chosen]  # type: ignore[assignment]
     strategy_choice.CANDIDATES = candidates
     slow = way == SLOW_LINK
@@ -67,11 +67,11 @@ def _averages(workers: int, clear: float) -> Any:
 
 
 def _by_hand(seen: list[list[list[int]]], chosen: int) -> torch.Tensor:
-    """Some steps of one process on whole batches, then two replicas that average every fourth step.
+    """Train one process on whole batches for some steps, then two replicas that average every fourth step.
 
     Args:
         seen: the samples of each rank, step by step.
-        chosen: the number of the first steps.
+        chosen: the number of steps before the choice.
     """
     data = dataset(SAMPLES)
     replicas = [Net() for _ in range(2)]

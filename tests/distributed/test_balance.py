@@ -24,7 +24,7 @@ CHANGED = (0.002, 0.008, 0.004, 0.002)
 
 
 class Emulated(Net):
-    """Takes steps in a schedule, each as long as its rank's device would need."""
+    """Takes the time that its rank's device would need, by a schedule over steps."""
 
     def __init__(self, per_sample: dict[int, tuple[float, ...]]) -> None:
         super().__init__()

@@ -30,7 +30,7 @@ class Points:
 
 
 class Opaque:
-    """Holds its tensor where nobody looks for one."""
+    """Holds its tensor in an attribute that nobody looks at."""
 
     def __init__(self, x: Tensor) -> None:
         self.x = x
@@ -70,7 +70,7 @@ def samples() -> list[Tensor]:
 
 
 class Shard(IterableDataset):
-    """Samples of two to four rows, another part of them on each rank."""
+    """Samples of two to four rows, which differ between ranks."""
 
     def __iter__(self) -> Iterator[Tensor]:
         yield from samples()[rank() :: WORLD]
@@ -109,7 +109,7 @@ def _fits(*cases: Any) -> list[Any]:
 
 
 def whole(collate: str, sizes: tuple[int, ...]) -> Tensor:
-    """One process on the samples of all ranks."""
+    """Train in one process on the samples of all ranks."""
     rows, net = samples(), Net()
     optimizer = net.configure_optimizers()
     for step in range(STEPS):
@@ -146,7 +146,7 @@ def test_a_batch_of_unknown_size_counts_as_under_ddp() -> None:
 
 
 def test_ranks_that_have_come_to_their_end_do_not_count_where_sizes_are_unknown() -> None:
-    """Rank 1 has 40 samples in batches of 4, rank 0 too; with a batch less, the tenth step is rank 0's alone."""
+    """Rank 0 has three batches and rank 1 has one: the later steps are rank 0's alone."""
     lone = run(_ends, WORLD)
     assert error(lone[0][0], lone[1][0]) <= 1e-15
     assert [steps for _, steps in lone] == [3, 3]

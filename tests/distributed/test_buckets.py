@@ -36,7 +36,7 @@ class Deep(Net):
 
 @contextmanager
 def slow_link(seconds_per_byte: float, latency: float = 0.0) -> Iterator[Any]:
-    """The collective as it is, which takes this long in the block."""
+    """Let the collective take this long, in the block."""
     real = dist.all_reduce
 
     def late(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""`max_batch_size="auto"`: a run that has searched goes on, bit for bit, as one that was given what was found."""
+"""`max_batch_size="auto"`: a run with a search goes on, bit for bit, as a run that was given its result."""
 
 import os
 import pickle
@@ -23,12 +23,12 @@ from torchmetrics import MeanMetric
 from lightning_hetero import DASOStrategy, GossipAsyncStrategy, HeteroDDPStrategy, SharedStream
 from lightning_hetero.strategies import capacity
 
-LOTS = "1TB"  # of memory; devices run out of theirs by an error
+LOTS = "1TB"  # of memory; an error stands for devices that run out of theirs
 FITTING, FOUND = [11, 21], [9, 18]  # of 24 samples: 90% of what fits
 
 
 class Busy(pl.LightningModule):
-    """Has state of all kinds, draws random numbers everywhere, meets the other ranks, and has little memory."""
+    """Has state of all kinds and little memory, draws random numbers everywhere, and meets the other ranks."""
 
     calls = 0  # of training_step, those of trials too
 
@@ -68,7 +68,7 @@ class Busy(pl.LightningModule):
 
 
 class Planned(Busy):
-    """Asks for the number of steps while it is set up, which sets up the dataloaders before all else."""
+    """Asks for the number of steps during its setup, which sets up the dataloaders first."""
 
     def configure_optimizers(self) -> Any:
         assert self.trainer.estimated_stepping_batches > 1
@@ -241,7 +241,7 @@ def _small() -> Any:
 
 
 def _fit_again() -> list[int]:
-    """Calls of ``training_step`` that were trials, of fits with one strategy."""
+    """Numbers of calls of ``training_step`` that were trials, in fits with one strategy."""
     warnings.simplefilter("ignore")
     trainer = pl.Trainer(strategy=HeteroDDPStrategy(**AUTO), max_epochs=1, **{**FAST, "logger": True})
     model, trials = Busy(), []

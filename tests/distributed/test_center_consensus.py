@@ -1,4 +1,4 @@
-"""The center is what is validated, or the mean of replicas that have not met; what is excluded stays apart."""
+"""The consensus is the center, or the mean of replicas that have not met; excluded parameters stay separate."""
 
 import warnings
 from typing import Any
@@ -56,7 +56,7 @@ class Metrics(pl.Callback):
 
 
 def loss_at(weights: torch.Tensor) -> float:
-    """On all samples of the validation."""
+    """The loss of these weights on all samples of the validation."""
     model = Net()
     torch.nn.utils.vector_to_parameters(weights, model.parameters())
     with torch.no_grad():
@@ -99,7 +99,7 @@ def test_the_center_is_validated() -> None:
             if rank == 0:
                 assert "between step 6 and step 8, at which validation or a checkpoint" in watched["said"][0]
             for j, weights in enumerate(watched["validated"]):
-                # Where the center has nothing to say, or less than the replicas, their mean stands for it.
+                # If the center has no values, or older ones than the replicas, their mean is the consensus.
                 apart = BIAS if "exclude" in options else BIAS & False
                 if (2 * j + 2) % 3 if name == "diloco" else j == 0:
                     apart = BIAS | True
@@ -166,7 +166,7 @@ def _excluding() -> list[list[dict[str, Any]]]:
 def test_what_is_excluded_stays_apart_and_its_mean_is_left() -> None:
     for name, results in zip(WITH_CENTER, zip(*run(_excluding, 3, nodes=APART), strict=True), strict=True):
         paths = [apart["path"] for _, apart in results]
-        if name == "diloco":  # all meet at every step: only what is excluded differs
+        if name == "diloco":  # all meet at every step: only excluded parameters differ
             assert torch.equal(paths[0][:, ~BIAS], paths[1][:, ~BIAS])
         assert not torch.equal(paths[0][:, BIAS], paths[1][:, BIAS])
         mean = (3 * paths[0][-1] + paths[1][-1] + 2 * paths[2][-1])[BIAS] / 6

@@ -32,7 +32,7 @@ KINDS: list[tuple[str, dict[str, Any]]] = [
 
 
 class Explodes(Net):
-    """The loss of rank 1 is NaN once, or of all ranks."""
+    """The loss of rank 1 is NaN once, or that of all ranks."""
 
     def __init__(self, nesterov: bool = False, everywhere: bool = False) -> None:
         super().__init__()
@@ -102,7 +102,7 @@ def test_where_several_replicas_are_not_finite_the_first_is_named_as_the_cause()
 
 
 class Far(Net):
-    """On rank 1 a weight is far away from the others', and a buffer moves far, if there is one."""
+    """On rank 1 a weight is far from those of the others, or a buffer is, if there is one."""
 
     def __init__(self, level: bool) -> None:
         super().__init__()
@@ -143,7 +143,7 @@ HOMES: list[tuple[str, dict[str, Any]]] = [
 
 
 class Dies(Line):
-    """The center's host, while the others wait for it at the end of the epoch."""
+    """The center's host is killed while the others wait for it at the end of the epoch."""
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         if self.global_rank == 0 and batch_idx == 9:

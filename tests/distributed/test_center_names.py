@@ -1,4 +1,4 @@
-"""Strategies with a center: their names, and what they choose and warn of by themselves."""
+"""Strategies with a center: their names, their defaults, and their warnings."""
 
 import os
 import warnings

@@ -1,4 +1,4 @@
-"""Devices that are no straight lines, in real training with virtual clocks: shares, checkpoints, reports, messages."""
+"""Devices with curved costs, in real training with virtual clocks: shares, checkpoints, reports, messages."""
 
 import json
 import warnings
@@ -19,7 +19,7 @@ from lightning_hetero.batching.cost import CurveEstimator
 
 
 def flat(samples: int) -> float:
-    """Up to 16 samples 16 ms, then 4 ms each."""
+    """16 ms for up to 16 samples, and 4 ms for each further one."""
     return 0.016 + 0.004 * max(0, samples - 16)
 
 
@@ -78,7 +78,7 @@ def test_steps_come_within_5_percent_of_the_optimum_where_a_line_loses_more_than
     assert all(sum(row) == total for row in (*by_curve, *by_line))
     assert max(slowdowns(devices, total, by_curve)[-10:]) <= 1.05
     late = slowdowns(devices, total, by_line)[-10:]
-    if (devices, total) == FLAT:  # in stairs the first meetings find the best split by trying
+    if (devices, total) == FLAT:  # with stairs the first meetings find the best split by trials
         assert sum(late) / len(late) > 1.10
 
 

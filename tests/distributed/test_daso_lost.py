@@ -19,7 +19,7 @@ LOST = 9  # steps that replica 2 takes
 
 
 class Apart(pl.Callback):
-    """Replica 0 gets as far as it can before replica 2 is killed; replica 1 is still at the step at which 2 was."""
+    """Replica 0 gets as far as it can before replica 2 is killed; replica 1 stays at the step of replica 2."""
 
     def __init__(self) -> None:
         self.begun: list[tuple[int, int]] = []  # exchanges: at which step, by which member

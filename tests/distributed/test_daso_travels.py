@@ -59,7 +59,7 @@ def pattern() -> torch.Tensor:
 
 
 class Large(Linear):
-    """Its weights are those of a small model, times a pattern of norm 1, and so are their gradients."""
+    """A model whose weights and gradients are those of a small one, times a pattern of norm 1."""
 
     def __init__(self) -> None:
         super().__init__(dtype=torch.float32)
@@ -119,7 +119,7 @@ class Unregistered(Causal):
 
 
 class Travels(Causal):
-    """The control: what was no mask when the training began travels."""
+    """The control: a buffer that was no mask when the training began is sent."""
 
     def __init__(self) -> None:
         super().__init__()

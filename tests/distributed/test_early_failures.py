@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from lightning_hetero import DiLoCoStrategy, HeteroDDPStrategy
 from lightning_hetero.errors import CommunicationError
 
-LIVES = 30.0  # seconds that a process goes on, unless those that are to hear of something have ended
+LIVES = 30.0  # seconds that a process lives on, unless the ranks that must notice the failure have ended
 
 
 def _live_until(ended: list[Path]) -> None:

@@ -1,4 +1,4 @@
-"""Every strategy, and what may happen to a fit: it ends as the fit to which nothing happens, or loses nothing."""
+"""Events during a fit, for every strategy: the fit ends as one without the event, or loses nothing."""
 
 import os
 import re
@@ -33,7 +33,7 @@ def test_every_string_has_its_row() -> None:
 
 
 def rows(names: Iterable[str]) -> Any:
-    """For each of these rows; `make test` has the first four cases."""
+    """Parametrize a test by these rows; `make test` has the first four cases."""
 
     def mark(test: Callable[..., None]) -> Callable[..., None]:
         return pytest.mark.long(after=4)(pytest.mark.parametrize("name", list(names))(test))
@@ -48,7 +48,7 @@ def job(function: Callable[..., Any], name: str, *args: Any, nodes: tuple[int, .
 
 
 def close(one: list[torch.Tensor], two: list[torch.Tensor], limit: float) -> bool:
-    """Equal, bit for bit where the limit is 0."""
+    """Whether weights are equal, bit for bit if the limit is 0."""
     if len(one) != len(two):
         return False
     pairs = zip(one, two, strict=True)
@@ -56,13 +56,13 @@ def close(one: list[torch.Tensor], two: list[torch.Tensor], limit: float) -> boo
 
 
 def alike(ranks: list[Seen]) -> None:
-    """All ranks end with the same finite weights."""
+    """Check that all ranks end with the same finite weights."""
     assert all(torch.equal(seen.weights, ranks[0].weights) for seen in ranks)
     assert ranks[0].weights.isfinite().all()
 
 
 def trained(ranks: list[Seen], name: str) -> None:
-    """These weights are better than those at the start, too."""
+    """Check that the weights are alike, and better than those at the start."""
     alike(ranks)
     assert loss_at(ranks[0].weights) < loss_at(parameters(Model(ALL[name])))
 
@@ -72,7 +72,7 @@ def mean(shares: list[float], parts: list[torch.Tensor]) -> torch.Tensor:
 
 
 def check_goes_on(name: str, whole: Seen, second: Seen, step: int) -> None:
-    """A fit that goes on after a step is the one that was not stopped there; this rank begins with its own."""
+    """Check that a fit resumed after a step equals one without a stop; this rank begins with its own state."""
     row = ALL[name]
     assert second.starts == [(step, *whole.starts[0][1:])]
     assert second.seen == whole.seen[step:]
@@ -89,7 +89,7 @@ MIDDLE = 11  # a step within the second epoch
 
 
 class SaveAtStart(pl.Callback):
-    """Saves what there is before the first step."""
+    """Saves a checkpoint before the first step."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -99,7 +99,7 @@ class SaveAtStart(pl.Callback):
 
 
 def resumed(name: str, folder: Path) -> tuple[Seen, dict[str, Seen]]:
-    """A fit that is saved at the end of an epoch and within one; and the two that go on from there."""
+    """A fit that is saved at the end of an epoch and within one, and two fits that resume from there."""
     paths = {"end": folder / f"step={EPOCH}.ckpt", "middle": folder / "middle.ckpt"}
     saves = ModelCheckpoint(folder, "{step}", save_top_k=-1), Save(str(paths["middle"]), MIDDLE, False)
     whole, parts = fit(name, *saves, model=Model(ALL[name], dropout=0.3)), {}
@@ -116,7 +116,7 @@ def check_resumed(name: str, ranks: list[tuple[Seen, dict[str, Seen]]], folder: 
         assert sorted(i for whole, _ in ranks for step in steps for i in whole.seen[step]) == list(range(SAMPLES))
     for at, step, path in (("end", EPOCH, f"step={EPOCH}.ckpt"), ("middle", MIDDLE, "middle.ckpt")):
         trained([parts[at] for _, parts in ranks], name)
-        # All that is kept is there again, of the others too, and of an exchange under way. Only the pairs of
+        # The resumed fit has all saved state, also of other ranks and of an exchange under way. Only the pairs of
         # `hetero_gossip_async` may exchange between the resume and the save.
         assert name == "hetero_gossip_async" or same_state(
             states_of(folder / f"{at}-again.ckpt"), states_of(folder / path)
@@ -182,7 +182,7 @@ def saved(name: str, path: Path) -> Seen:
 
 
 def moved(name: str, path: Path) -> Seen:
-    """The fit that goes on with other ranks, to the end of the epoch."""
+    """A fit that resumes with other ranks, to the end of the epoch."""
     return fit(name, options=MEASURED if name in WORLDS else EVEN, resume=path)
 
 
@@ -236,7 +236,7 @@ AT_ONCE = {"ddp", "auto", "node", "daso", "easgd", "easgd_overlap", "eamsgd", "d
 
 
 class Exploding(Model):
-    """The loss of a rank is NaN once: of the first, which hosts centers, with other options, and else of the second."""
+    """The loss of a rank is NaN once: of rank 0, which hosts centers, in the rows of OTHERS, and otherwise of rank 1."""
 
     def __init__(self, name: str) -> None:
         super().__init__(ALL[name])
@@ -285,7 +285,7 @@ def test_a_loss_that_is_not_finite_ends_the_fit_before_it_spreads(tmp_path: Path
 
 
 def left_out(name: str) -> Seen:
-    """The same, with what is not finite left out."""
+    """The same fit, with a loss that is not finite left out."""
     return fit(name, model=Exploding(name), options={"on_nan": "skip"})
 
 
@@ -401,7 +401,7 @@ def check_lost(name: str, moment: str, outcomes: list[Outcome]) -> None:
 
 
 def check_exact(rest: list[Seen]) -> None:
-    """One process that takes the same samples, those of the lost rank until it was lost included, gets there."""
+    """Check the weights against one process on the same samples; these include the lost rank's until its loss."""
     batches, step = [], rest[0].losses[0].step
     for number in range(STEPS):
         whole = order(number // EPOCH)[BATCH * (number % EPOCH) :][:BATCH]
@@ -439,7 +439,7 @@ def test_an_error_of_one_rank_ends_the_fit_on_all(name: str) -> None:
 
 
 class Terminated(pl.Callback):
-    """Rank 1 is told to stop after a step, and gives the others time to hear of it."""
+    """Sends SIGTERM to rank 1 after a step, and gives the others time to notice."""
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         if trainer.global_rank == 1 and trainer.global_step == 5:
@@ -448,7 +448,7 @@ class Terminated(pl.Callback):
 
 
 def terminated(name: str, folder: Path) -> tuple[Seen, Seen, Seen]:
-    """A fit, the same one told to stop, and the one that goes on."""
+    """A fit, the same fit with SIGTERM, and the fit that resumes from there."""
     settings: dict[str, Any] = {"validates": True, "val_check_interval": 4}
     whole = fit(name, **settings)
     last = [ModelCheckpoint(folder, save_top_k=0, save_last=True) for _ in range(2)]
@@ -512,7 +512,7 @@ class Freezes(pl.Callback):
 
 
 def changed(name: str, change: Any, folder: Path) -> tuple[Seen, Seen]:
-    """A fit in which a layer begins to train, or stands still for a while; and the one that goes on within."""
+    """A fit in which a layer begins to train, or is frozen for a while; and a fit that resumes from within."""
     path = str(folder / "saved.ckpt")
     whole = fit(name, change(), Save(path, MIDDLE, False), model=Model(ALL[name], scheduled=False), max_epochs=3)
     return whole, fit(name, change(), model=Model(ALL[name], scheduled=False), resume=path, max_epochs=3)
@@ -520,7 +520,7 @@ def changed(name: str, change: Any, folder: Path) -> tuple[Seen, Seen]:
 
 def check_changed(name: str, change: Any, ranks: list[tuple[Seen, Seen]]) -> None:
     row, begin = ALL[name], parameters(Model(ALL[name]))
-    still = parameters(Model(row).backbone).numel()  # its parameters come first
+    still = parameters(Model(row).backbone).numel()  # the backbone's parameters come first
     for number in range(2):
         alike([found[number] for found in ranks])
         assert (ranks[0][number].weights != begin).all()
@@ -535,7 +535,7 @@ def check_changed(name: str, change: Any, ranks: list[tuple[Seen, Seen]]) -> Non
         else:
             assert all(torch.equal(weights, first[EPOCH][:still]) for weights in path[EPOCH : 2 * EPOCH])
             assert not torch.equal(path[2 * EPOCH], path[2 * EPOCH - 1])
-    if change is Freezes and row.mean and row.repeats and "daso" not in name:  # whose exchange under way ends there
+    if change is Freezes and row.mean and row.repeats and "daso" not in name:  # DASO's exchange ends there
         of_all = zip(row.shares, [whole.path[EPOCH - 1][:still] for whole, _ in ranks], strict=True)
         assert (
             first[EPOCH][:still] - sum(share * path for share, path in of_all) / sum(row.shares)
@@ -564,7 +564,7 @@ def of_stream(rank: int) -> list[int]:
 
 
 class Shard(IterableDataset):
-    """Every rank's own samples; tells where it stands."""
+    """The samples of each rank; the stream saves its position."""
 
     def __init__(self) -> None:
         self.at = 0
@@ -660,7 +660,7 @@ def test_data_that_users_have_split_stay_as_they_are(tmp_path: Path, name: str) 
 
 # -- a rank joins --------------------------------------------------------------------------------------------
 
-#: Where all begin with the mean of the replicas; a center would be behind it.
+#: Strategies with which all begin from the mean of the replicas; a center would be older.
 LIKE_THE_MEAN = [name for name in KEPT if ALL[name].mean or "easgd" in name]
 
 

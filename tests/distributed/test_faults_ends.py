@@ -1,4 +1,4 @@
-"""Several ranks are lost, or too many; faults that end the fit on all ranks end it cleanly."""
+"""Faults that end a fit: several lost ranks, too few that remain, errors on all ranks; the end is clean."""
 
 import os
 from pathlib import Path
@@ -50,8 +50,8 @@ def test_fewer_than_the_user_wants(tmp_path: Path, name: str) -> None:
         assert isinstance(outcomes[rank].error, MembershipLostError), outcomes[rank].trace
         told.append(str(outcomes[rank].error))
         assert f"rank 1 {DIED}" in told[-1]
-        assert "failed first" not in told[-1]  # it has said who is missing, and why
-    # The one that hears of it last may find that the other has ended, too.
+        assert "failed first" not in told[-1]  # the message already names the missing rank, and the reason
+    # The rank that learns of it last may see that the other has ended, too.
     what = "ranks" if name == "ddp" else "replicas"
     too_few = [f"Rank {rank} cannot go on: only 2 {what} remain, and at least 3 are required" for rank in (0, 2)]
     assert too_few[0] in told[0]
@@ -84,7 +84,7 @@ def test_a_value_that_is_not_finite_ends_all(tmp_path: Path, name: str) -> None:
 
 
 def _slow_to_hear(*args: Any, **kwargs: Any) -> Any:
-    """A fit in which all but rank 1 get what replicas tell each other late, or not at all if connections are cut."""
+    """Fit in which messages between replicas are late for all but rank 1, or lost if connections are cut."""
     gather, noticed, lost = ReplicaLinks.gather, PeerRecovery._on_change, Event()
 
     def late(links: ReplicaLinks, own: Any) -> list[Any]:

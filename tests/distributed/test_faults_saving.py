@@ -63,7 +63,7 @@ def test_a_rank_that_is_killed_before_training_starts_ends_all(tmp_path: Path, n
 
 
 def _saves(folder: str, name: str, strikes: list[Strike], options: dict[str, Any], full: bool) -> Seen:
-    """Saves after steps 4 and 8; rank 0 writes half of the second one."""
+    """Fit with saves after steps 4 and 8; rank 0 writes half of the second one."""
     write = torch.save
 
     def half(value: Any, file: Any, *args: Any, **kwargs: Any) -> None:
@@ -107,7 +107,7 @@ def test_a_full_disk_ends_all_and_leaves_the_checkpoint_before(tmp_path: Path, n
 
 
 class Waits(pl.Callback):
-    """Rank 2 goes on from step 5 once rank 0 could not write the checkpoint of step 4: it is lost after that."""
+    """Rank 2 waits at step 5 until rank 0 has failed to write the checkpoint of step 4, and is lost after that."""
 
     def __init__(self, there: Path) -> None:
         self.there = there
@@ -120,7 +120,7 @@ class Waits(pl.Callback):
 
 
 def _saves_beside(folder: str, name: str, strikes: list[Strike], options: dict[str, Any]) -> Seen:
-    """Saves after every fourth step, beside the training; rank 0 cannot write the first one."""
+    """Fit with a save after every fourth step, in the background; rank 0 cannot write the first one."""
     write = torch.save
 
     def full(value: Any, *args: Any, **kwargs: Any) -> None:

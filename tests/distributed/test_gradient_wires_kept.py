@@ -70,7 +70,7 @@ def _fit(
 
 
 def _means(steps: int) -> dict[str, tuple[torch.Tensor, ...]]:
-    """Of each wire: the sum of the means, of all gradients, and what is left; with the means of each step."""
+    """For each wire: the sum of the means, of all gradients, and of the residuals; with the means of each step."""
     dist.init_process_group("gloo", timeout=timedelta(seconds=30))
     group, rank, found = dist.group.WORLD, dist.get_rank(), {}
     length = sum(math.prod(shape) for shape in SHAPES)

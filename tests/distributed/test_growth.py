@@ -71,7 +71,7 @@ def _again(dead: str) -> Any:
 
 
 def test_a_killed_rank_that_is_started_again_is_back(tmp_path: Path) -> None:
-    """With the same command, and nothing else: the job is found where the launcher's ranks have met."""
+    """The restarted rank has the same command and no more: it finds the job where the launcher's ranks met."""
     (tmp_path / "dead").write_text(str(os.getpid()))
 
     def env_of(rank: int) -> dict[str, str]:
@@ -103,7 +103,7 @@ def test_the_successor_of_rank_zero_takes_newcomers_in(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("strategy", ["DASOStrategy", "NodeAverageStrategy"])
 def test_replicas_join_a_run_that_ends_by_its_steps(strategy: str, tmp_path: Path) -> None:
-    """A newcomer asks for its data where the others do: they have asked for theirs before, without epochs to count."""
+    """A newcomer asks for its data when the others do; they have asked before, without epochs to count."""
     file = str(tmp_path / "job")
     seen = values(grow(2, 1, fit, strategy, {"ranks_per_node": 1}, file, 1, epochs=-1, steps=40))
     assert {one.starts[-1][2] for one in seen} == {3}

@@ -17,7 +17,7 @@ from lightning_hetero.callbacks.resumable import ResumableCheckpoint
 
 
 class Ends(pl.Callback):
-    """Others join at the last batch of an epoch, if they may, and each end of an epoch is noted."""
+    """Lets others join at the last batch of an epoch, and keeps the step of each end of an epoch."""
 
     def __init__(self) -> None:
         self.ends: list[int] = []
@@ -42,7 +42,7 @@ def _at_the_end(file: str) -> Any:
 
 
 def test_no_epoch_loses_its_end(tmp_path: Path) -> None:
-    """Lightning does not run it when it goes on from the last batch of an epoch."""
+    """Lightning does not run the end of an epoch if a fit goes on from its last batch."""
     found = values(grow(2, 1, _at_the_end, str(tmp_path / "job")))
     assert {seen.starts[-1] for seen, _ in found} == {(13, rank, 3) for rank in range(3)}  # 12 batches an epoch
     assert [ends for _, ends in found] == [[12, 24, 36], [12, 24, 36], [24, 36]]
@@ -60,7 +60,7 @@ def test_callbacks_go_on(tmp_path: Path) -> None:
     outcomes = grow(2, 1, _watched, str(tmp_path))
     found = values(outcomes)
     [step] = {seen.starts[-1][0] for seen, *_ in found}
-    assert step >= JOINS_AT  # where the job was, not where it has saved
+    assert step >= JOINS_AT  # the step of the job, not that of its last save
     for _, history, changes in found:
         assert changes == [((2,), 3, step)]
         assert history > 0

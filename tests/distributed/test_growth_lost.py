@@ -25,7 +25,7 @@ OPTIONS = {"balance": "off", "grace": 2.0}
 
 
 def _struck(how: str) -> None:
-    """This process ends, or stands still for longer than the others take."""
+    """End this process, or freeze it for longer than the others take."""
     if how == "frozen":
         subprocess.Popen(["sh", "-c", f"sleep 20; kill -KILL {os.getpid()}"])
         os.kill(os.getpid(), signal.SIGSTOP)
@@ -33,7 +33,7 @@ def _struck(how: str) -> None:
 
 
 class Struck(pl.Callback):
-    """A rank is struck when it leaves the fit (``teardown``), or comes into it again, with others."""
+    """A rank is lost when it leaves the fit (``teardown``), or when it enters it again, with others."""
 
     def __init__(self, rank: int, where: str, how: str) -> None:
         self.rank, self.where, self.how, self.starts = rank, where, how, 0
@@ -68,7 +68,7 @@ def _check(outcomes: list[Any], lost: int, said: str) -> None:
         [told] = [text for text in one.said if "Training goes on with 2" in text]
         assert f"rank {lost} {said}" in told
         [seconds] = re.findall(r"paused for ([\d.]+) s", told)
-        assert float(seconds) < 15  # of 60 that ranks may wait for each other
+        assert float(seconds) < 15  # ranks may wait 60 s for each other
     assert any("1 rank(s) could not join, and the fit goes on without" in text for text in seen[0].said)
 
 
@@ -90,7 +90,7 @@ def test_the_others_go_on(rank: int, where: str, how: str, tmp_path: Path) -> No
 
 
 class StruckLater(pl.Callback):
-    """Rank 1 is struck two steps after another one has joined."""
+    """Rank 1 is killed two steps after another one has joined."""
 
     def __init__(self) -> None:
         self.begun: list[int] = []
@@ -123,7 +123,7 @@ def test_replicas_go_on(strategy: str, tmp_path: Path) -> None:
 
 
 class Averaging(pl.Callback):
-    """Rank 1 is struck while the replicas find their mean, from which all are to begin with others."""
+    """Rank 1 is killed while the replicas compute the mean from which all, with the newcomers, are to begin."""
 
     def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
         if os.environ["RANK"] == "1" and not os.environ.get(LATE):
@@ -160,7 +160,7 @@ def test_who_waits_to_join_is_taken_in_by_the_successor_of_a_rank_that_fails(tmp
 
 
 class NoAnswer(pl.Callback):
-    """Rank 1 does not say after which step others may join, and is struck once they wait for that."""
+    """Rank 1 does not answer after which step others may join, and is killed while the others wait for that."""
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         if os.environ["RANK"] != "1" or os.environ.get(LATE) or trainer.global_step != JOINS_AT:
@@ -184,7 +184,7 @@ def test_a_rank_that_is_lost_before_it_has_said_when_others_may_join(tmp_path: P
 
 
 def _one_is_behind(file: str) -> Any:
-    """Rank 0 has left the fit when rank 1 learns, in the last collective before, that rank 2 is lost."""
+    """Rank 0 has left the fit when rank 1 learns, in the last collective of the fit, that rank 2 is lost."""
 
     def last(value: Any, what: str) -> Any:
         everyone = gather(value, what)
@@ -213,7 +213,7 @@ def test_who_is_behind_leaves_the_fit_as_well(tmp_path: Path) -> None:
 
 
 class Hosts(pl.Callback):
-    """A process that joins hosts no store of its launcher's job, whatever rank it has there."""
+    """Checks that a process that joins hosts no store of its launcher's job, with any rank there."""
 
     def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
         strategy: Any = trainer.strategy
@@ -224,7 +224,7 @@ class Hosts(pl.Callback):
 
 
 def test_a_first_rank_that_is_started_again_does_not_look_for_its_former_store(tmp_path: Path) -> None:
-    """Once it is the first rank of the job it would wait for a store that has ended with the process before it."""
+    """As the first rank it would otherwise wait for a store that has ended with the process before it."""
 
     def env_of(rank: int) -> dict[str, str]:
         same = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "RANK": str(rank % 2), "LOCAL_RANK": str(rank % 2)}

@@ -35,7 +35,7 @@ class Other(Module):
         self.more = nn.Linear(3, 5).double()
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        """Nothing is looked at."""
+        """Do nothing."""
 
 
 class WaitsForFile(pl.Callback):
@@ -51,7 +51,7 @@ class WaitsForFile(pl.Callback):
 
 
 def _refused(folder: str, how: str) -> Any:
-    """A job, and a process that does not fit it."""
+    """Fit of a job, and of a process that does not fit it."""
     done, file = Path(folder) / "done", f"{folder}/job"
     if not os.environ.get(LATE):
         return fit("HeteroDDPStrategy", {"balance": "off"}, file, 0, [lambda: WaitsForFile(done)])
@@ -101,14 +101,14 @@ def test_who_does_not_fit_is_refused(how: str, error: type[HeteroError], words: 
 
 
 class Fails(Module):
-    """Cannot be set up."""
+    """A model whose setup fails."""
 
     def configure_optimizers(self) -> Any:
         raise ValueError("no optimizer today")
 
 
 def _does_not_fit_after_all(folder: str, how: str) -> Any:
-    """A job, and a process that fails, or is found not to fit, when it sets up its fit together with the others."""
+    """Fit of a job, and of a process that fails, or does not fit, when it sets up its fit with the others."""
     late = bool(os.environ.get(LATE))
     if late and how == "loader":
         growing.Numbered = lambda: torch.utils.data.Subset(Numbered(), range(20))
@@ -139,7 +139,7 @@ def test_the_job_goes_on_without_who_does_not_fit_after_all(
 
 
 def _one_of_two_is_wrong(folder: str, how: str) -> Any:
-    """A job, and two processes that come together: one with the same command, and one that does not fit after all."""
+    """Fit of a job, and of two processes that join together: the second one does not fit at setup."""
     wrong = os.environ.get(LATE) == "2"
     if wrong and how == "loader":
         growing.Numbered = lambda: torch.utils.data.Subset(Numbered(), range(20))
@@ -169,7 +169,7 @@ def test_who_fits_joins_although_another_one_that_comes_with_it_does_not(
 
 
 def _faults() -> list[Any]:
-    """On which ranks the fault is, by what each says; three ranks."""
+    """Ranks with the fault, according to the error of each of three ranks."""
     dist.init_process_group("gloo")
     found, me = [], dist.get_rank()
     for value in ({"a": 1, "b": me == 1}, {"a": 1} if me < 2 else {}):
@@ -193,14 +193,14 @@ def test_an_error_of_all_ranks_knows_on_which_of_them_the_fault_is() -> None:
     ("ranks", "others"), [((3,), True), ((1, 3), True), ((2,), False), ((2, 3), False), ((1,), False), ((), False)]
 )
 def test_who_asks_again_is_new_and_not_wrong_and_one_that_is_wrong_ends(ranks: tuple[int, ...], others: bool) -> None:
-    """Ranks 2 and 3 are new. If the fault is on those that were there, it would come back for ever."""
+    """Ranks 2 and 3 are new. If the fault is on the old ranks, a new attempt would always fail."""
     ticket = join.JoinTicket(Admission(1, 2, 4, 2, ()), None, None, 0.0)
     assert join.wrong_are_others(ticket, DisagreementError("they differ").of_all(ranks)) is others
     assert join.wrong_are_others(ticket, CommunicationError("rank 3 has ended"))
 
 
 def _both_are_wrong(folder: str) -> Any:
-    """A job, and two processes that come together, each with other data."""
+    """Fit of a job, and of two processes that join together, each with other data."""
     late = os.environ.get(LATE)
     if late:
         growing.Numbered = lambda: torch.utils.data.Subset(Numbered(), range(20 + int(late)))
