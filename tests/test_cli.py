@@ -1,4 +1,4 @@
-"""The commands: options are explained, YAML and scripts are run, and what is missing is said."""
+"""The commands: options are explained, YAML and scripts are run, and missing packages are named."""
 
 import re
 import subprocess
@@ -16,7 +16,7 @@ from lightning_hetero.launch import script
 from lightning_hetero.strategies.table import ENTRIES
 
 FOLDER = Path(__file__).parents[1] / "examples" / "cli"
-# Knows nothing of this package: neither the names of its strategies nor where to find them.
+# A script that does not mention this package or its modules.
 SCRIPT = """
 import sys
 
@@ -134,7 +134,7 @@ def test_options_are_explained(entry, monkeypatch, capsys) -> None:
         expected += ["how fast the center moves", 'alpha; ``"auto"``: beta / p']
     for words in expected:
         assert words.lower() in text.lower(), words
-    assert not re.search(r"(?<!, )likewise\. \(type", text)  # refers to what cannot be seen here
+    assert not re.search(r"(?<!, )likewise\. \(type", text)  # refers to a text that is not shown here
     assert "as for :class:" not in text
 
 
@@ -165,7 +165,7 @@ def test_ddps_options_still_work(monkeypatch, capsys) -> None:
     text = said(["fit", "-c", str(FOLDER / "daso.yaml"), option, "--print_config"], monkeypatch, capsys)
     assert "static_graph: true" in text
     for words in ("class_path: lightning_hetero.DASOStrategy", "wait: auto", "rebalance_every_n_steps: 4"):
-        assert words in text  # what is in force is printed
+        assert words in text  # the resulting options are printed
 
 
 @pytest.mark.parametrize(
@@ -183,7 +183,7 @@ def test_help_imports_neither_torch_nor_lightning(arguments: list[str]) -> None:
 
 @pytest.mark.long
 def test_the_strings_are_registered_if_this_package_is_imported_before_lightning() -> None:
-    """In processes that have imported PyTorch only. The last two parts would import each other in a circle."""
+    """Only PyTorch is imported before. The last two parts would otherwise import each other in a circle."""
     code = """
 import importlib, os, sys
 import torch._dynamo, torchmetrics  # which Lightning imports: most of the time, and needed only once

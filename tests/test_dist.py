@@ -44,7 +44,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def python(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The interpreter of a new environment with the wheel; what the wheel needs is found where these tests find it."""
+    """The interpreter of a new environment with the wheel; requirements come from the environment of these tests."""
     folder = tmp_path_factory.mktemp("environment")
     [wheel] = built.glob("*.whl")
     run(sys.executable, "-m", "venv", "--without-pip", folder)
@@ -56,7 +56,7 @@ def python(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def clean() -> dict[str, str]:
-    """The variables of this process, without those that would let a child find this checkout; MPI's library is here."""
+    """The variables of this process, without those by which a child would find this checkout; with MPI's library."""
     found = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "PYTEST"))}
     return {**found, "LD_LIBRARY_PATH": f"{sys.prefix}/lib:{found.get('LD_LIBRARY_PATH', '')}"}
 

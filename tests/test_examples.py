@@ -1,4 +1,4 @@
-"""The examples run as their readers would run them, learn, and do what they say; some are a loop by hand."""
+"""The examples run as readers would run them, learn, and do what they claim; some are compared with loops by hand."""
 
 import csv
 import importlib
@@ -68,7 +68,7 @@ def run(command: list[str | Path], folder: Path) -> str:
 
 GPT_SIZES = {"text": 32 * 3200 + 1, "context": 32, "batch-size": 16, "width": 32, "layers": 1, "lr": 0.01, "write": 200}
 WINDOWS = 3200 * 19 // 20  # to train on
-HARMLESS = "does not have many workers|LeafSpec|tensorboardX"  # nothing that a user could act on, as in pyproject.toml
+HARMLESS = "does not have many workers|LeafSpec|tensorboardX"  # warnings that no user can act on, as in pyproject.toml
 
 
 @pytest.mark.long
@@ -227,7 +227,7 @@ NOTEBOOK = Path(__file__).parents[1] / "examples" / "first_steps.ipynb"
 
 
 def test_the_notebook_is_stored_without_outputs() -> None:
-    """They would be those of one machine, on one day."""
+    """Outputs would be those of one machine on one day."""
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     nbformat.validate(notebook)
     code = [cell for cell in notebook.cells if cell.cell_type == "code"]

@@ -1,4 +1,4 @@
-"""docs/promises.md lists what there is: names, strategies, options, commands, keys of checkpoints, versions."""
+"""docs/promises.md lists all promises: names, strategies, options, commands, keys of checkpoints, versions."""
 
 import inspect
 import json

@@ -1,4 +1,4 @@
-"""The time lines of README and of the strategies' pages follow the rules that they show."""
+"""The time lines of README and of the strategies' pages follow their own rules."""
 
 import re
 import sys

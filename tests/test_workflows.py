@@ -108,7 +108,7 @@ def test_each_pinned_version_can_be_installed_on_each_python_that_takes_it() -> 
 
 @pytest.mark.parametrize("torch", ["", "2.4.0"])
 def test_the_constraints_of_the_oldest(torch: str, tmp_path: Path) -> None:
-    """As the Makefile makes them: each package is pinned once."""
+    """They are made as in the Makefile: each package is pinned once."""
     for name in ("constraints.txt", "constraints-oldest.txt", "Makefile", "pyproject.toml"):
         (tmp_path / name).write_text((ROOT / name).read_text())
     ready = re.search(r"^\t@(awk .*?constraints.txt)$", MAKEFILE, re.MULTILINE | re.DOTALL)
@@ -128,7 +128,7 @@ def test_the_constraints_of_the_oldest(torch: str, tmp_path: Path) -> None:
 
 
 def test_only_what_must_write_may() -> None:
-    """The default is to read; each right beyond is one job's."""
+    """The default is to read; only one job has each further right."""
     assert all(content["permissions"] == {"contents": "read"} for content in FILES.values())
     rights = {f"{file}/{name}": job["permissions"] for file, name, job in jobs() if "permissions" in job}
     assert rights == {"docs/publish": {"contents": "write"}, "release/publish": {"id-token": "write"}}
@@ -202,7 +202,7 @@ def git(*arguments: str, folder: Path) -> str:
 
 
 def test_the_workflows_own_lines_publish(site: Path, tmp_path: Path) -> None:
-    """In a clone, first where the branch is not there yet; others have pushed between two publications."""
+    """In a clone, first without the branch; others have pushed between two publications."""
     [script] = steps(FILES["docs"]["jobs"]["publish"], "run")
     origin, clone = tmp_path / "origin.git", tmp_path / "clone"
     git("init", "--quiet", "--bare", "--initial-branch=main", str(origin), folder=tmp_path)

@@ -236,7 +236,7 @@ AT_ONCE = {"ddp", "auto", "node", "daso", "easgd", "easgd_overlap", "eamsgd", "d
 
 
 class Exploding(Model):
-    """The loss of a rank is NaN once: of rank 0, which hosts centers, in the rows of OTHERS, and otherwise of rank 1."""
+    """The loss of a rank is NaN once: of rank 0, which hosts centers, in the rows of OTHERS, and else of rank 1."""
 
     def __init__(self, name: str) -> None:
         super().__init__(ALL[name])

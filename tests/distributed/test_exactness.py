@@ -107,7 +107,7 @@ SINGLE: dict[str, Any] = {"make": FLOATS, "both": {"dtype": torch.float32}}
 
 
 def accumulated(samples: int) -> dict[str, Case]:
-    """Cases with clipping. With 101 samples the last window is short; with 98 the last batch has 2 samples for 3 ranks."""
+    """Cases with clipping. With 101 samples the last window is short; with 98 the last batch has 2, for 3 ranks."""
     changes = {2: [4.0, 1.0, 2.0], 12: [1.0, 0.0, 1.0]}
     options = {"samples": samples, "gradient_clip_val": 0.1}
     return {

@@ -41,7 +41,7 @@ class Plain(pl.LightningModule):
         torch.manual_seed(7)
         self.net = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1)).double()
         self.register_buffer("batches", torch.zeros(()))
-        self.see = list[tuple[int, int]]().append  # steps that a rank has run, and its samples; a hidden trace
+        self.see = list[tuple[int, int]]().append  # a rank's steps and samples; hidden from the state
 
     def loss(self, batch: Any) -> torch.Tensor:
         x, y, *_ = batch
@@ -167,7 +167,7 @@ def best(costs: list[tuple[float, float]]) -> float:
 
 
 def idle_steps(result: dict[str, Any], steps: int) -> set[int]:
-    """Steps in which a rank has not run its training step."""
+    """Steps in which a rank did not run its training step."""
     return set(range(steps)) - {step for step, _ in result["seen"]}
 
 
@@ -179,7 +179,7 @@ def test_the_job_is_as_fast_as_without_the_slow_rank_its_probes_included(tmp_pat
     assert first < 60
     assert not idle_steps(results[0], steps) | idle_steps(results[1], steps)
     probes = [step for step in range(first, steps) if step not in idle]
-    assert 3 <= len(probes) <= 5  # it is looked at again
+    assert 3 <= len(probes) <= 5  # the rank is measured again
     taken = [max(result["seconds"][step] for result in results) for step in range(first, steps)]
     speed, without, with_it = TOTAL / (sum(taken) / len(taken)), TOTAL / best(SPEEDS[:2]), TOTAL / best(SPEEDS)
     assert (round(without), round(with_it)) == (143, 121)
@@ -252,7 +252,7 @@ def test_a_stream_gives_an_idle_rank_nothing() -> None:
 
 
 class Counting(Plain):
-    """Counts its steps: a rank that left some out would count otherwise."""
+    """Counts its steps: a rank that leaves some out has another count."""
 
     steps = 0
 
@@ -262,7 +262,7 @@ class Counting(Plain):
 
 
 class Meter(Plain):
-    """An object that is no metric counts steps."""
+    """Counts steps in an object that is no metric."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -274,7 +274,7 @@ class Meter(Plain):
 
 
 class Synced(Plain):
-    """Ranks meet at each step, or at some."""
+    """Logs a value over all ranks in some steps."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = super().training_step(batch, batch_idx)
@@ -284,7 +284,7 @@ class Synced(Plain):
 
 
 class Target(Plain):
-    """A second network follows the first one within the training step."""
+    """Moves a second network towards the first one within the training step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -297,7 +297,7 @@ class Target(Plain):
 
 
 class Outputs(Plain):
-    """Keeps what it has computed for the end of the epoch."""
+    """Keeps its results for the end of the epoch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -370,7 +370,7 @@ def test_a_rank_keeps_its_least_share_where_its_steps_cannot_be_left_out(reason:
 
 
 class Meeting(Plain):
-    """Ranks meet at a step, of which no rank can know before."""
+    """Gathers over all ranks at one step, which no rank can know before."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = super().training_step(batch, batch_idx)
@@ -386,7 +386,7 @@ def test_a_meeting_that_was_not_to_be_seen_is_an_error() -> None:
 
 
 def test_a_loss_while_a_rank_is_idle() -> None:
-    """It gets samples at once: there may be nobody else."""
+    """The idle rank gets samples at once, as it may be the only one left."""
     outcomes = attempt(_fit, 3, Plain, max_epochs=5, callbacks=(Killed(1, 50),), options={"on_peer_loss": "continue"})
     assert outcomes[1].exitcode == -signal.SIGKILL
     rest = [outcomes[rank].value for rank in (0, 2)]

@@ -17,7 +17,7 @@ POISON = {5, 17, 40, 41, 60, 77, 78, 79, 99}
 
 
 class Poisoned(Net):
-    """The loss is not finite where a rank holds one of some samples."""
+    """The loss is not finite on a rank that has one of some samples."""
 
     def loss(self, batch: Any) -> torch.Tensor:
         loss = super().loss(batch)
@@ -31,7 +31,7 @@ class PoisonedTokens(TokenNet, Poisoned):
 
 
 def without(base: Any) -> Any:
-    """One process, without the samples of the ranks that would hold such a sample."""
+    """Model for one process, without the samples of the ranks whose loss would not be finite."""
 
     class Without(base):
         def loss(self, batch: Any) -> torch.Tensor:
@@ -75,7 +75,7 @@ def test_leaving_out_is_one_process_without_those_samples() -> None:
 
 
 class Normed(BrokenLoss):
-    ranks = (0,)  # the one with the statistics that count
+    ranks = (0,)  # the rank whose statistics count
 
     def __init__(self) -> None:
         super().__init__()
@@ -112,7 +112,7 @@ def test_statistics_hold_no_such_values_and_a_step_without_any_rank_is_left_out(
 
 
 class Together(BrokenLoss):
-    """Each loss looks at the samples of all ranks."""
+    """Each loss depends on the samples of all ranks."""
 
     at = 2
 
@@ -133,7 +133,7 @@ def test_a_loss_that_is_left_out_reaches_nobody_through_all_gather() -> None:
         path = result["path"]
         assert all(not torch.equal(a, b) for a, b in pairwise(path))
         assert result["parameters"].isfinite().all()
-        assert len(result["said"]) == (rank == 0)  # the loss, and no gradient
+        assert len(result["said"]) == (rank == 0)  # only the loss is not finite
 
 
 class BothAtOnce(BrokenGradient, GanLike):

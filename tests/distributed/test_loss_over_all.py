@@ -1,4 +1,4 @@
-"""A loss that is normalised over the samples of all ranks already: `batch_weight` of 1 leaves it as it is."""
+"""A loss that is normalised over the samples of all ranks: `batch_weight` of 1 leaves it as it is."""
 
 import warnings
 from typing import Any
@@ -12,7 +12,7 @@ from torchmetrics import MeanMetric
 
 
 class ByHand(Net):
-    """A sum over own samples, divided by the number of all, times the ranks, over which ddp averages."""
+    """A sum over own samples, divided by the samples of all, times the number of ranks, over which ddp averages."""
 
     def loss(self, batch: Any) -> torch.Tensor:
         errors = (self.net(batch[0]) - batch[1]).pow(2).flatten()

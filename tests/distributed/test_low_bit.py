@@ -1,4 +1,4 @@
-"""Low-bit wires through strategies: against a loop by hand, replicas alike, what is dropped when others are lost."""
+"""Low-bit wires through strategies: against a loop by hand, equal replicas, residuals that are dropped after a loss."""
 
 import logging
 import signal
@@ -37,7 +37,7 @@ def rounded(values: np.ndarray, residual: np.ndarray) -> tuple[np.ndarray, np.nd
 
 
 def centers_by_hand(keeps: float = 1.0) -> torch.Tensor:
-    """Those of `hetero_diloco` on a wire of 4 bits, whose error feedback keeps a part of what was left out."""
+    """Centers of `hetero_diloco` on a wire of 4 bits; error feedback keeps a part of the residuals."""
     residuals = [np.zeros(8, np.float32)] * 2
 
     def wire(replica: int, part: torch.Tensor) -> torch.Tensor:
@@ -78,7 +78,7 @@ def test_replicas_stay_alike_and_near_fp32(count: int) -> None:
 
 
 class Residuals(pl.Callback):
-    """Notes the residuals' lengths after each step."""
+    """Keeps the lengths of residuals after each step."""
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         feedback = trainer.strategy.averager.feedback
@@ -113,7 +113,7 @@ def test_residuals_are_dropped_when_a_replica_is_lost(name: Any, options: dict[s
     assert all(outcome.value for outcome in outcomes[:2]), "\n".join(outcome.trace for outcome in outcomes)
     (first, said, parts), (second, nothing, _) = (outcome.value for outcome in outcomes[:2])
     assert torch.equal(first, second)
-    assert parts == [0]  # two replicas take no parts of sums
+    assert parts == [0]  # two replicas encode no sums
     assert ["Replicas were lost" in words for words in said] == [True]
     assert nothing == []
 

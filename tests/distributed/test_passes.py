@@ -1,4 +1,4 @@
-"""More than fits: ranks run their parts of a batch in passes, and the weights stay those of one process."""
+"""Batches larger than a device can hold: ranks run their parts in passes, with the weights of one process."""
 
 import sys
 import time
@@ -45,7 +45,7 @@ class AdamW(Net):
         super().__init__("adamw")
 
 
-#: Options of the strategy, the model, what ours and one process have in common, and what is ours only.
+#: Options of the strategy, the model, options of both fits, and options of ours.
 CASES: dict[str, tuple[dict[str, Any], Any, dict[str, Any], dict[str, Any]]] = {
     "1:4": (FOUR, Net, {}, {}),
     "a rank without samples": ({**FOUR, "balance": [0.0, 1.0]}, Net, {}, {}),
@@ -77,7 +77,7 @@ def test_passes_come_to_what_one_process_comes_to() -> None:
             assert max(sizes) <= (most if isinstance(most, int) else most[number]), name
     one, other = (results["1:4"] for results in ranks)
     assert [len(part) for part in other["seen"][:4]] == [3, 3, 3, 3]
-    assert len(one["seen"]) == 21  # batches of three epochs; on the other rank four passes, the tails three
+    assert len(one["seen"]) == 21  # batches of three epochs; the other rank has four passes, and three in the tails
     assert len(other["seen"]) == 3 * (6 * 4 + 3)
 
 
@@ -85,7 +85,7 @@ def test_passes_come_to_what_one_process_comes_to() -> None:
 
 
 class Logs(Net):
-    """Logs in many ways, and tells what its hooks see."""
+    """Logs in many ways, and keeps the arguments of its hooks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -153,7 +153,7 @@ def test_what_passes_log_counts_by_samples_and_hooks_run_once() -> None:
 
 
 class Listed:
-    """A batch of a class of the user's, which nobody else can cut."""
+    """A batch of a user's class, which cannot be cut."""
 
     def __init__(self, samples: list[Any]) -> None:
         assert len(samples) <= 3
@@ -171,7 +171,7 @@ class InOrder(Plain):
 
 
 class Scaled(MixedPrecision):
-    """Scales losses, and computes in float64 all the same."""
+    """Scales losses, but computes in float64."""
 
     def autocast_context_manager(self) -> Any:
         return nullcontext()
@@ -221,7 +221,7 @@ FIXED, PER_SAMPLE, LIMITS, BATCH = (0.020, 0.010), (0.001, 0.004), (8, 4), 48  #
 
 
 class Emulated(Net):
-    """Takes as long as its rank's device would need, in each pass."""
+    """Takes the time that its rank's device would need, in each pass."""
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         time.sleep(FIXED[self.global_rank] + PER_SAMPLE[self.global_rank] * len(batch[0]))
@@ -247,7 +247,7 @@ def _timed() -> Any:
 
 
 def test_a_step_takes_as_long_as_predicted_and_shares_are_the_best() -> None:
-    """The clocks are virtual: nothing but the emulated devices takes time."""
+    """Clocks are virtual: only the emulated devices take time."""
     (shares, predicted, one), (again, _, other) = run(_timed, 2)
     truth = stepwise(BATCH, [Cost(a, k) for a, k in zip(FIXED, PER_SAMPLE, strict=True)], LIMITS)
     assert shares == again
@@ -302,7 +302,7 @@ class Normed(Net):
 
 
 class Small(Net):
-    """Runs on devices that hold so many samples."""
+    """Simulates devices that hold so many samples."""
 
     most = (5, 2)
 

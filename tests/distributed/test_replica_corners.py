@@ -1,4 +1,4 @@
-"""Corners of fits in which replicas differ: ends of epochs, sparse metrics, odd buffers, second fits."""
+"""Rare cases where replicas differ: ends of epochs, sparse metrics, odd buffers, second fits."""
 
 import warnings
 from pathlib import Path
@@ -40,7 +40,7 @@ def _fit(module: pl.LightningModule, strategy: Any, resume: str | None = None, *
 
 
 class Counting(Dropping):
-    """BatchNorm, with buffers that ranks of a node do not share between steps, and a counter of its own kind."""
+    """Has BatchNorm, and a counter of its own; ranks of a node do not share these buffers between steps."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -162,7 +162,7 @@ def test_a_metric_counts_once_each_time_it_is_logged(every: int | None) -> None:
 
 
 class Teacher(Net):
-    """Moves a frozen copy of itself along, and has state that is no tensor."""
+    """Moves a frozen copy of itself, and has state that is no tensor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -223,7 +223,7 @@ def test_looking_for_a_learning_rate_leaves_no_trace(tmp_path: Path) -> None:
         plain = found[0][0]
         assert error(plain, parameters(Net())) > 1e-6
         assert all(torch.equal(end, plain) for ends in found for end in ends)
-    assert list(tmp_path.iterdir()) == []  # no shards of what the search has saved
+    assert list(tmp_path.iterdir()) == []  # no shards of checkpoints of the search
 
 
 SHORT: list[tuple[Any, dict[str, Any]]] = [

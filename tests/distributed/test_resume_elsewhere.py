@@ -1,4 +1,4 @@
-"""A checkpoint of another strategy or of other replicas gives its weights, and rank 0 warns. Half of one is refused."""
+"""Checkpoints of another strategy or of other replicas: weights are taken, rank 0 warns; half of one is refused."""
 
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from tasks import Save
 
 from lightning_hetero.errors import CheckpointError
 
-#: Who saves, who goes on, with which options, and the warning.
+#: The strategy that saves, the one that resumes, the options, and the warning.
 MOVES: list[tuple[str, str, dict[str, Any], str | None]] = [
     ("hetero_ddp", "hetero_daso", {}, "it was saved by a strategy without them"),
     ("hetero_node", "hetero_daso", {}, "was saved by NodeAverageStrategy, this is DASOStrategy"),

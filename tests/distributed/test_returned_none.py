@@ -1,4 +1,4 @@
-"""A training step that returns None on some ranks: its samples do not count."""
+"""Training steps that return None on some ranks: their samples do not count."""
 
 import warnings
 from typing import Any
@@ -18,10 +18,10 @@ SHARES = [3.0, 1.0]  # of 12 samples 9 and 3
 
 
 class Skipping(Net):
-    """Returns None where a rank holds one of some samples."""
+    """Returns None on a rank that has one of some samples."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        loss = super().training_step(batch, batch_idx)  # it logs, for which all ranks meet
+        loss = super().training_step(batch, batch_idx)  # logging needs all ranks
         return None if POISON & set(batch[3].tolist()) else loss
 
 
@@ -30,7 +30,7 @@ class SkippingTokens(Skipping, TokenNet):
 
 
 def without(base: Any) -> Any:
-    """One process, without the samples of the ranks that would hold such a sample."""
+    """Model for one process, without the samples of the ranks that return None."""
 
     class Without(base):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -52,7 +52,7 @@ CASES: list[tuple[Any, Any, dict[str, Any]]] = [
 def _together() -> list[Any]:
     strategy = {"balance": SHARES, "on_nan": "skip"}
     with warnings.catch_warnings():
-        warnings.filterwarnings("error", ".*on_nan='skip'")  # it is no loss that is not finite
+        warnings.filterwarnings("error", ".*on_nan='skip'")  # there is no loss that is not finite
         results = [fit(make, 12, 96, strategy=strategy, **options)["parameters"] for make, _, options in CASES]
         unused = {**strategy, "find_unused_parameters": True}
         warnings.filterwarnings("ignore", ".*find_unused_parameters")

@@ -1,4 +1,4 @@
-"""One line on rank 0 says which route gradients take, and why; ranks that share a card are warned."""
+"""The route of gradients: one line on rank 0 names it, with the reason; ranks that share a card are warned."""
 
 import logging
 import os

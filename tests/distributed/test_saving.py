@@ -21,7 +21,7 @@ from lightning_hetero.errors import CheckpointError
 
 
 def _small_disk(folder: str) -> None:
-    """Let a folder be a file system of 256 KiB, for this process."""
+    """Let a folder be a file system of 256 KiB, in this process."""
     libc = ctypes.CDLL("libc.so.6", use_errno=True)
     private = 1 << 14 | 1 << 18  # MS_REC, MS_PRIVATE
     for result in (
@@ -34,7 +34,7 @@ def _small_disk(folder: str) -> None:
 
 
 class Saves(pl.Callback):
-    """Saves twice under one name; the second time it does not fit any more."""
+    """Saves twice under one name; the second checkpoint does not fit on the disk."""
 
     def __init__(self, path: str, full: str) -> None:
         self.path, self.full = path, full

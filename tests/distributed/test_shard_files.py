@@ -57,7 +57,7 @@ def test_a_newer_save_replaces_the_older_one_and_never_mixes_with_it(tmp_path: P
 
 
 class Full(TorchCheckpointIO):
-    """A disk that is full when it comes to the second file of a name."""
+    """A disk that is full at the second file of a name."""
 
     def __init__(self, name: str) -> None:
         self.name, self.files = name, 0
@@ -166,5 +166,5 @@ def test_shards_go_through_the_users_plugin_and_to_remote_paths(tmp_path: Path) 
         assert len([path for path in remote if f"/there/saved.ckpt.shards/replica-{rank}-" in path]) >= 1
         assert ("/there/saved.ckpt" in remote) == (rank == 0)
     assert len(os.listdir(tmp_path / "own.ckpt.shards")) == 2
-    # Written later than given: the shards of the save before stay, until they are certainly not needed.
+    # Files are written later: the shards of the save before stay until they are no longer needed.
     assert len(os.listdir(tmp_path / "background.ckpt.shards")) == 4

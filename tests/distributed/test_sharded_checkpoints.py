@@ -33,7 +33,7 @@ KINDS: dict[str, tuple[list[int], Any]] = {
 
 
 def sharded(folder: str, kind: Any, *callbacks: Any, **options: Any) -> dict[str, Any]:
-    """A fit in shards, of which the same command goes on."""
+    """A fit in shards, which the same command resumes."""
     strategy = {"balance": "off", **options.pop("strategy", {})}
     found = train(folder, kind, *callbacks, module=ShardedDropping, strategy=strategy, **options)
     dist.barrier()
@@ -49,7 +49,7 @@ def test_killed_again_and_again_it_ends_as_if_never_stopped(name: str, backgroun
     undisturbed = run(sharded, world, str(tmp_path / "whole"), kind, **options)
     folder, chance = tmp_path / "killed", random.Random(time.time_ns())
     for number in range(5):
-        batches = chance.randint(5, 12) if number < 4 else 99  # of 24; at last the run is let alone
+        batches = chance.randint(5, 12) if number < 4 else 99  # of 24 steps; the last run is not stopped
         kill = Killed(number % world, batches, chance.uniform(0, 0.04))
         outcomes = attempt(sharded, world, str(folder), kind, kill, **options)
         if all(outcome.value for outcome in outcomes):

@@ -35,7 +35,7 @@ class At(pl.Callback):
 
 
 class Began(pl.Callback):
-    """The weights with which training began."""
+    """Keeps the weights with which training began."""
 
     weights: torch.Tensor
 
@@ -44,7 +44,7 @@ class Began(pl.Callback):
 
 
 def _fit(resume: str | None = None, *callbacks: Any, kind: Any = NodeAverageStrategy, **options: Any) -> dict[str, Any]:
-    """Twelve steps; replicas meet after every fifth."""
+    """Train for twelve steps; replicas meet after every fifth."""
     module, began = Net(), Began()
     settings = {**FAST, "max_steps": 12, "callbacks": [began, *callbacks], **options}
     trainer = pl.Trainer(strategy=kind(5, balance=[2.0, 1.0], global_batch_size=6, timeout=60), **settings)
@@ -81,7 +81,7 @@ def _second(folder: str, path: str = "mid.ckpt", **options: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def apart(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Any]]:
-    """The folders of two hosts, and what they did; the checkpoint that all share has been copied to both."""
+    """Folders of two hosts, and the results of their fits; the common checkpoint has been copied to both."""
     folder = tmp_path_factory.mktemp("apart")
     whole = run(_first, 2, str(folder), nodes=APART)
     shutil.copy(folder / "0" / "mid.ckpt", folder / "1" / "mid.ckpt")
@@ -90,7 +90,7 @@ def apart(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Any]]:
 
 @pytest.fixture
 def hosts(apart: tuple[Path, list[Any]], tmp_path: Path) -> Path:
-    """A copy of them to spoil."""
+    """A copy of these folders that a test may damage."""
     shutil.copytree(apart[0], tmp_path / "hosts")
     return tmp_path / "hosts"
 

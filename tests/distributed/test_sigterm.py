@@ -1,4 +1,4 @@
-"""SIGTERM: all ranks stop after the same step, save what a run goes on from as if it had never stopped, and end."""
+"""SIGTERM: all ranks stop after the same step and save a checkpoint, from which a run goes on as without the stop."""
 
 import os
 import signal
@@ -30,7 +30,7 @@ UNSEEN = {**EPOCHS, "limit_val_batches": 0}  # the end of an epoch is its last b
 
 
 class Terminated(pl.Callback):
-    """Asks ranks to stop once they have done a step, each of which then waits until it knows that it has been asked."""
+    """Sends SIGTERM to ranks after a step; each of them then waits until the request is known."""
 
     def __init__(self, step: int, ranks: tuple[int, ...] = (1,), signum: int = signal.SIGTERM) -> None:
         self.step, self.ranks, self.signum = step, ranks, signum
@@ -129,7 +129,7 @@ def test_a_stopped_run_goes_on_bitwise(tmp_path: Path, kind: Any, options: dict[
 
 
 class Deaf(pl.Callback):
-    """Rank 0 does not hear of it."""
+    """Rank 0 does not get the request."""
 
     def on_train_start(self, trainer: pl.Trainer, *_: Any) -> None:
         trainer.strategy.stop_request.agreed._limit = 3.0  # only here: joining may take longer
@@ -154,7 +154,7 @@ def test_a_rank_that_does_not_answer_is_not_waited_for_without_end(kind: Any) ->
 
 
 class Dies(pl.Callback):
-    """Rank 1 is killed when rank 0 waits for its answer."""
+    """Rank 1 is killed while rank 0 waits for its answer."""
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         if trainer.global_rank == 1 and trainer.global_step == 3:

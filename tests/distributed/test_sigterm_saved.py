@@ -1,4 +1,4 @@
-"""SIGTERM: where a run is saved, under SLURM and after a real kill."""
+"""SIGTERM: the place of the checkpoint, under SLURM and after a real kill."""
 
 import os
 import signal
@@ -84,7 +84,7 @@ if __name__ == "__main__":
 
 
 class Sleepy(pl.Callback):
-    """Does not get far; says when it has begun."""
+    """Trains slowly; reports that it has begun."""
 
     def __init__(self, folder: str) -> None:
         self.folder = folder

@@ -1,4 +1,4 @@
-"""Sparse gradients: as in one process, wherever they come among DDP's buckets, or refused."""
+"""Sparse gradients: the weights of one process, wherever they are among DDP's buckets; or an error."""
 
 from typing import Any
 
@@ -92,7 +92,7 @@ def test_in_replicas() -> None:
 
 
 class NoStep(pl.Callback):
-    """Sees that no step begins."""
+    """Checks that no step begins."""
 
     def on_train_batch_start(self, *_: Any) -> None:
         raise AssertionError("training has begun")

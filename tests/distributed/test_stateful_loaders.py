@@ -1,4 +1,4 @@
-"""Loaders that can tell where they stand go on there, on every rank, within an epoch and between two."""
+"""Loaders with a saved position go on there, on every rank, within an epoch and between two."""
 
 import warnings
 from collections.abc import Iterator
@@ -28,7 +28,7 @@ NAMES = [kind.__name__ for kind, _ in KINDS]
 
 
 class Shard(IterableDataset):
-    """This rank's samples, in another order in each pass; tells where it stands. Workers take batches in turns."""
+    """This rank's samples, in another order in each pass, with a saved position. Workers take batches in turn."""
 
     def __init__(self) -> None:
         self.data = dataset(BATCH * sum(LENGTHS))

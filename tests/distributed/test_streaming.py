@@ -47,7 +47,7 @@ class Pieces(pl.LightningModule):
 def by_hand(
     fragments: int, delay: int, blend: float, mutant: str = "", speeds: Sequence[float] = SPEEDS, wire: str = "fp32"
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The replicas after each of 60 steps, and what is left; two of them if on a wire of 4 bits."""
+    """Paths of the replicas over 60 steps, and the final weights; two replicas if on a wire of 4 bits."""
     x, y = data()
     w = np.stack([START] * len(speeds))
     velocity, center, momentum = np.zeros_like(w), START.copy(), np.zeros_like(START)

@@ -17,7 +17,7 @@ LOST = 7  # steps that rank 2 takes
 
 
 class Apart(pl.Callback):
-    """Rank 0 gets as far as it can before rank 2 is killed, and rank 1 is still at the step at which rank 2 was."""
+    """Rank 0 gets as far as it can before rank 2 is killed; rank 1 stays at the step of rank 2."""
 
     def __init__(self) -> None:
         self.centers: dict[int, torch.Tensor] = {}

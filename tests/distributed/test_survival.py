@@ -1,4 +1,4 @@
-"""A fit goes on when a rank is lost: the weights are those that the samples of the ranks that remain give."""
+"""A fit goes on when a rank is lost; its weights are those of the remaining ranks' samples."""
 
 import os
 import signal
@@ -82,7 +82,7 @@ def test_hetero_ddp_goes_on_with_the_samples_of_those_who_remain(
     assert all(rest), "\n".join(outcome.trace for outcome in outcomes)
     assert torch.equal(rest[0][0], rest[1][0])
     seen = [{i for taken in (rest[0][1], rest[1][1]) for i in taken[step]} for step in range(16)]
-    # Before the loss the third rank had samples, which are not among those of the others; then none is left out.
+    # Before the loss the samples of the third rank are not among those of the others; after it no sample is left out.
     parts = [3, 2, 1]
     del parts[rank]
     counts = [len(samples) for samples in seen[:5]]
@@ -96,7 +96,7 @@ def test_hetero_ddp_goes_on_with_the_samples_of_those_who_remain(
         assert f"rank {rank} {DIED}. Training goes on with 2 rank(s) after step 5" in told[0]
         assert losses[0].samples > 0
         assert f"{losses[0].samples} samples that they had still to take" in told[0]
-    # One process that takes the same steps, the lost rank's part of the first five included.
+    # The weights are those of one process with the same steps; the first five include the lost rank's samples.
     expected = _one_process(seen, rank)
     assert (rest[0][0] - expected).abs().max() < 1e-10
 
@@ -123,9 +123,9 @@ def _order_of_first_epoch() -> list[list[int]]:
 
 
 class Windows(Module):
-    """Takes an optimizer step after every three batches, by Lightning or by hand; rank 2 is killed within a window.
+    """Takes an optimizer step every three batches, by Lightning or by hand; rank 2 is killed within a window.
 
-    With ``two`` optimizers a batch lets both step, one after the other, and rank 2 is killed between them.
+    With ``two`` optimizers both step in each batch, one after the other, and rank 2 is killed between them.
     """
 
     def __init__(self, manual: bool, two: bool = False, killed: bool = True) -> None:
@@ -176,10 +176,10 @@ def _fit_windows(manual: bool, two: bool) -> tuple[torch.Tensor, list[list[int]]
     )
 
 
-#: Of each batch that the broken step takes in: its number, of how many ranks the samples count, and whether the loss
+#: For each batch of the broken step: its number, the number of ranks whose samples count, and whether the loss
 #: is the mean over these, or over all that were drawn.
 TAKEN = {
-    "automatic": [(3, 2, False), (4, 2, False), (5, 2, True)],  # rank 2 has taken its part of batch 3 with it
+    "automatic": [(3, 2, False), (4, 2, False), (5, 2, True)],  # rank 2's part of batch 3 is lost
     "by hand": [(3, 3, True), (4, 2, True), (5, 2, True)],
 }
 
@@ -222,7 +222,7 @@ def test_a_loss_between_two_optimizers_lets_neither_step_twice() -> None:
 
 
 class Held(pl.Callback):
-    """Rank 2, a replica of its own, is killed while rank 0 waits for the gradients of rank 1, of its replica."""
+    """Rank 2, a replica by itself, is killed while rank 0 waits for the gradients of rank 1, of the same replica."""
 
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: torch.Tensor) -> None:
         if trainer.global_step == 3 and trainer.world_size == 3:

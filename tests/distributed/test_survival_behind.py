@@ -1,4 +1,4 @@
-"""A step, an exchange or a collective that succeeds on one rank and fails on another: who missed it gets its result."""
+"""Steps, exchanges and collectives that succeed on one rank and fail on another, which then gets the result."""
 
 import os
 import signal
@@ -16,11 +16,11 @@ from lightning_hetero.algorithms.periodic import PeriodicAverager
 from lightning_hetero.errors import CommunicationError
 
 STEP = 5
-SOON = 2.0  # seconds in which the others have done what this rank is made to miss
+SOON = 2.0  # seconds after which the others have the result that this rank misses
 
 
 class Missed(pl.Callback):
-    """A rank loses the result of something at a step, and rank 2 is killed right after it."""
+    """Lets a rank miss the result of an operation at a step; rank 2 is killed right after it."""
 
     def __init__(self, what: str, behind: int) -> None:
         self.what, self.behind = what, behind
@@ -99,9 +99,9 @@ def _both(name: str, what: str, behind: int = 1) -> list[tuple[Seen, float | Non
 
 @pytest.mark.parametrize(("what", "behind"), [("step", 1), ("step", 0), ("report", 1)])
 def test_a_step_that_one_rank_has_missed_is_copied(what: str, behind: int) -> None:
-    """The step at which the third rank died counts with its samples, since one rank has taken it with them.
+    """The step at which the third rank died counts with its samples, since another rank has taken the step with them.
 
-    So it is if rank 0 learns of the loss when it has stepped, but has not sent its report of that step yet.
+    This holds also if rank 0 has taken the step, but not sent its report of it, when it learns of the loss.
     """
     both = [seen for seen, _ in _both("hetero_ddp", what, behind)]
     first, second = both

@@ -1,4 +1,4 @@
-"""The samples that are lost with a rank, as they are told, compared with what all ranks have written down."""
+"""The reported number of samples that are lost with a rank, against the samples that all ranks have written down."""
 
 import math
 import os
@@ -17,7 +17,7 @@ BEAT = GRACE / 4
 
 
 class Notes(pl.Callback):
-    """Every rank writes down at once on which samples it has trained."""
+    """Writes down at once the samples of each batch, on every rank."""
 
     def __init__(self, folder: str, struck: int) -> None:
         self.path = Path(folder, f"trained-{os.environ['RANK']}")
@@ -32,7 +32,7 @@ class Notes(pl.Callback):
 
 
 class Quiet(Struck):
-    """Logs nothing, for which all ranks would wait for each other at every step."""
+    """Logs nothing: otherwise all ranks would wait for each other at every step."""
 
     def log(self, *args: Any, **kwargs: Any) -> None:
         pass
@@ -49,14 +49,14 @@ def _fit(folder: str, name: str, strikes: list[Strike], options: dict[str, Any],
 def test_the_number_is_what_is_missing_and_up_to_a_heartbeat_more(
     tmp_path: Path, name: str, rank: int, step: int, how: str
 ) -> None:
-    """The rank that is lost is slower than the others, which are far ahead when they hear of it."""
+    """The lost rank is slower than the others, which are far ahead when they learn of the loss."""
     own = {"tau": 50} if name == "diloco" else {}
     options = {**own, "balance": "off", "settings": {"max_epochs": 1}}
     outcomes = strike(tmp_path, name, [Strike(rank, step, how)], run=_fit, **options)
     rest = went_on(outcomes, {rank: DIED if how == "killed" else SILENT}, STEPS)
     trained = {int(index) for path in tmp_path.glob("trained-*") for index in path.read_text().split()}
     missing = BATCH * STEPS - len(trained)
-    assert missing > 2 * BATCH  # or the test would show nothing
+    assert missing > 2 * BATCH  # otherwise the test would show nothing
     more = math.ceil(2 * BEAT / SLOW) * SHARE  # a heartbeat, and as long for it to be sent and read
     for seen in rest:
         [loss] = seen.losses

@@ -59,7 +59,7 @@ class Sized(Plain):
 
 
 class Notes(pl.Callback):
-    """Writes down at once, for each rank of the start, on which samples of which step it has trained."""
+    """Writes down at once, for each first rank, the samples and steps that it has trained on."""
 
     def __init__(self, folder: str) -> None:
         self.path = Path(folder, f"trained-{os.environ['RANK']}{'-late' if os.environ.get(LATE) else ''}")
@@ -75,7 +75,7 @@ class Notes(pl.Callback):
 
 
 class Dies(pl.Callback):
-    """A rank of the start is killed. In other replicas than its own nobody is behind it then."""
+    """Kills a first rank, once the ranks of all replicas have reached the step."""
 
     def __init__(self, folder: str, rank: int, step: int = KILLED) -> None:
         self.folder, self.rank, self.step = folder, rank, step
@@ -150,7 +150,7 @@ def went_on(outcomes: list[Outcome], lost: int) -> list[Seen]:
 
 
 def one_process(steps: list[list[int]]) -> torch.Tensor:
-    """The weights of one process that takes these steps."""
+    """Weights of one process that takes these steps."""
     data, module = Numbered(), Module()
     optimizer = torch.optim.SGD(module.parameters(), lr=LR, momentum=0.9)
     for samples in steps:
@@ -194,7 +194,7 @@ def test_each_sample_of_a_shared_stream_is_trained_on_or_counted(
     assert rest[0].losses[0].bound == ""
     if (
         not workers or data is Sized
-    ):  # else workers were asked for batches beyond the end, which count in the next epoch
+    ):  # otherwise workers are asked for batches beyond the end, which count in the next epoch
         assert sum(one.epoch == 1 for one in done) == SAMPLES
     assert rest[0].steps == 16  # an epoch has as many steps as before
     assert (rest[0].weights - one_process(steps_of(done))).abs().max() < 1e-10
@@ -208,7 +208,7 @@ def test_replicas_go_on_with_a_shared_stream(tmp_path: Path, kind: str, world: i
     [loss] = rest[0].losses
     assert loss.bound == "up to "
     missing = 2 * SAMPLES - len(done)
-    assert 0 < missing <= loss.samples <= missing + KILLED * BATCH  # it may not have told of its latest steps
+    assert 0 < missing <= loss.samples <= missing + KILLED * BATCH  # it may not have reported its latest steps
     assert f"Up to {loss.samples} samples that they had still to take are not trained on." in " ".join(rest[0].told)
 
 
@@ -218,7 +218,7 @@ LENGTHS = (5, 8, 6)  # batches of each rank's own part
 
 
 class Part(IterableDataset):
-    """The part of a rank of the start; can tell where it stands in which part."""
+    """The stream of one of the first ranks; its state has the part and the position."""
 
     def __init__(self, part: int) -> None:
         self.data, self.part, self.at = Numbered(), part, 0
@@ -282,7 +282,7 @@ def test_others_go_on_with_their_own_parts(
     said = next(text for text in rest[0].told if "Training goes on" in text)
     assert f"What was left of the training data of rank(s) {rank} is gone" in said
     assert "SharedStream" in said
-    if kind == "ddp":  # others know what it has drawn of the broken step; without a length also of the next one
+    if kind == "ddp":  # others know its batches of the broken step, and without a length also of the next one
         drawn = own * (1 if data is SizedPart else 2)
         assert f"At least {drawn} samples that they had still to take are not trained on." in said
         assert (loss.samples, loss.bound) == (drawn, "at least ")

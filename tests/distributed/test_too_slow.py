@@ -1,4 +1,4 @@
-"""A rank that makes the job slower than it would be without it: the log and the report say so, with the numbers."""
+"""A rank that slows the job down more than it helps: the log and the report say so, with the numbers."""
 
 import json
 import logging
@@ -19,7 +19,7 @@ from lightning_hetero.batching.shares import Cost
 TOTAL = 32  # samples of all ranks in a step
 #: With its least share, one sample, the last rank takes 0.5 s; the others do all 32 in less.
 TOO_SLOW = [(0.010, 0.002), (0.020, 0.004), (0.45, 0.05)]
-#: Slow, and of use all the same: it takes some of the samples without making a step longer.
+#: Slow but useful: it takes some samples without making a step longer.
 SLOW = [(0.010, 0.002), (0.020, 0.004), (0.010, 0.02)]
 ALIKE = [(0.010, 0.002)] * 3
 

@@ -1,4 +1,4 @@
-"""Batches dealt by what samples cost: the trained weights stay those of one process, each sample counts once."""
+"""Batches dealt by costs of samples: the weights are those of one process, and each sample counts once."""
 
 import warnings
 from pathlib import Path
@@ -26,13 +26,13 @@ class AdamW(Net):
 
 
 class Told(Net):
-    """Says itself what samples cost."""
+    """Has a hook with the costs of samples."""
 
     def sample_cost(self, index: int) -> int:
         return COSTS[index]
 
 
-#: Options of the strategy, the model, what ours and one process have in common, and what is ours only.
+#: Options of the strategy, the model, options of both fits, and options of ours.
 CASES: dict[str, tuple[dict[str, Any], Any, dict[str, Any], dict[str, Any]]] = {
     "additive": ({**ADDITIVE, "balance": "off"}, Net, {}, {}),
     "padded": ({**PADDED, "balance": "off"}, Net, {}, {}),
@@ -77,7 +77,7 @@ def test_a_deal_by_cost_comes_to_what_one_process_comes_to(world: int) -> None:
     for step, batch in enumerate(batches_of(3)):
         parts = [results["additive"]["seen"][step] for results in ranks]
         sums = [sum(COSTS[i] for i in part) for part in parts]
-        assert max(sums) <= sum(sums) / world + max(COSTS[i] for i in batch)  # by samples it is not
+        assert max(sums) <= sum(sums) / world + max(COSTS[i] for i in batch)  # a split by samples is not
     counts = [len(part) for part in ranks[0]["additive"]["seen"]]
     assert len(set(counts)) > 2
     assert max(counts) > 12 / world
@@ -116,7 +116,7 @@ def test_replicas_that_differ_take_each_sample_once(tmp_path: Path) -> None:
 
 
 def _resumed(path: str, options: dict[str, Any]) -> tuple[Any, Any, Any]:
-    """The parameters of a whole run and of a resumed one, what they saw."""
+    """Parameters of a whole run and of a resumed one, and their samples."""
 
     def fit(ckpt: str | None, *callbacks: pl.Callback) -> Net:
         module = Net()

@@ -20,7 +20,7 @@ from lightning_hetero.checkpoint.writer import atomic_write
 
 
 class Slow(pl.Callback):
-    """Steps take longer than to write a checkpoint; says what is in a folder when the one of step 9 is complete."""
+    """Makes steps longer than saves; writes down the files in a folder when the checkpoint of step 9 is complete."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -38,7 +38,7 @@ class Slow(pl.Callback):
 def _saves(
     folder: str, name: str, strikes: list[Strike], options: dict[str, Any], part: str, background: bool = True
 ) -> Seen:
-    """Saves after every third step. A rank is killed when it has written half of a file of the second one."""
+    """Fit with saves after every third step; a rank is killed when it has written half of a file of the second one."""
     write, rank = torch.save, int(os.environ["RANK"])
 
     def half(value: Any, file: Any, *args: Any, **kwargs: Any) -> None:
@@ -78,7 +78,7 @@ def test_what_a_loss_has_left_of_a_save_goes_with_the_next_one(tmp_path: Path, n
     def files(*names: str) -> list[str]:
         return sorted(f"{one}.ckpt{end}" for one in names for end in ["", *shards])
 
-    # Of the first rank's own file half is left: it bears no name.
+    # Half of the first rank's own file is left, without its final name.
     halves = [one.name for one in (tmp_path / "saved").glob("saving-*")]
     assert len(halves) == (part == "checkpoint")
     seen = (tmp_path / "seen").read_text().split("\n")
@@ -113,7 +113,7 @@ def _names(folder: Path) -> list[str]:
 
 
 def test_only_what_the_job_itself_has_left_is_removed(tmp_path: Path) -> None:
-    """Not what another job has written, or writes, under the same name; and nothing of which this job does not know."""
+    """Files that another job has written, or writes, under the same name stay, and all files unknown to this job."""
     shards, kept = Shards(), RetentionPolicy(2)
     kept.begin(str(tmp_path / "step=1.ckpt"))
     _save(shards, tmp_path / "step=1.ckpt", "aaa")
@@ -139,7 +139,7 @@ def test_other_hosts_remove_their_own_part(tmp_path: Path) -> None:
     (tmp_path / "1" / "step=1.ckpt.shards" / "replica-1-zzz.pt").touch()
     first.unfinished(TorchCheckpointIO(), tmp_path / "0" / "step=1.ckpt")
     save, [gone] = first.removals()
-    path = str(tmp_path / "1" / "step=1.ckpt")  # the same path on both, in truth
+    path = str(tmp_path / "1" / "step=1.ckpt")  # in reality the path is the same on both
     second.apply_removals(TorchCheckpointIO(), True, (save, [gone._replace(path=path)]))
     assert _names(tmp_path) == ["0", "1", "1/step=1.ckpt.shards", "1/step=1.ckpt.shards/replica-1-zzz.pt"]
 
@@ -156,7 +156,7 @@ def test_interrupted_saves_do_not_count_among_those_that_are_kept(tmp_path: Path
             continue
         path.touch()
         kept.remove(strategy, older)
-        if step != 5:  # what other ranks know of it
+        if step != 5:  # the record that other ranks have, too
             kept.complete(str(path))
         left.append([int(one.stem[5:]) for one in sorted(tmp_path.iterdir())])
     assert left == [[0, 1], [1, 2], [2, 5], [5, 6], [6, 8]]
@@ -164,7 +164,7 @@ def test_interrupted_saves_do_not_count_among_those_that_are_kept(tmp_path: Path
 
 
 def test_what_was_passed_over_at_the_start_goes_first(tmp_path: Path) -> None:
-    """It is the first of those from which the run has chosen."""
+    """It is the oldest of the checkpoints among which the run has chosen."""
     for name in ("step=8.ckpt", "step=4.ckpt", "step=5.ckpt"):
         (tmp_path / name).touch()
     kept = RetentionPolicy(2, [str(tmp_path / "step=8.ckpt"), str(tmp_path / "step=4.ckpt")])

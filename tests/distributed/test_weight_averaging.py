@@ -141,7 +141,7 @@ def test_averages_of_nodes_against_a_loop_by_hand(mutant: bool, tmp_path: Path) 
     results = run(_watched, 3, str(tmp_path), mutant, nodes=NODES)
     for name in ("ema",) if mutant else ("ema", "mean", "by epoch"):
         truth = Averages(path, name, 3)
-        begun = 1 if name == "by epoch" else 0  # before its first update it is the model that all began with
+        begun = 1 if name == "by epoch" else 0  # before its first update it is the initial model
         if mutant:
             assert max(error(result[name][2], truth.final) for result in results) > 1e-4
             continue

@@ -28,7 +28,7 @@ from lightning_hetero import (
 
 
 class Records(pl.Callback):
-    """Keeps the consensus wherever all replicas meet, and at the ends of epochs, with the steps before it."""
+    """Keeps the consensus, with the step, wherever all replicas meet, and at the ends of epochs."""
 
     def __init__(self) -> None:
         self.seen: list[tuple[int, torch.Tensor]] = []
@@ -48,7 +48,7 @@ class Records(pl.Callback):
 
 
 def ema_of(seen: list[tuple[int, torch.Tensor]]) -> torch.Tensor:
-    """The average over steps, each with the consensus of the meeting that follows."""
+    """The average over steps; each step has the consensus of the next meeting."""
     done, average = 0, seen[0][1]
     for step, consensus in seen:
         for _ in range(done, step):
@@ -142,7 +142,7 @@ def statistics(module: Any) -> torch.Tensor:
 
 
 def normed_by_hand(every: int, start: int, epochs: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Two models on 8 and 4 samples that meet every K steps, the mean of epochs' beginnings, and its statistics."""
+    """Two models on 8 and 4 samples that meet every K steps: mean over the starts of epochs, and its statistics."""
     data, models, step = dataset(96), [Normed(), Normed()], 0
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9) for model in models]
     order = DistributedSampler(data, 1, 0, shuffle=True)
@@ -203,7 +203,7 @@ def _normed(kind: Any, options: dict[str, Any], validates: bool) -> dict[str, to
     ],
 )
 def test_statistics_of_an_average(kind: Any, options: dict[str, Any], nodes: list[int]) -> None:
-    validates = nodes != [1, 1]  # before it validates Lightning removes gradients, which must not be taken in either
+    validates = nodes != [1, 1]  # Lightning removes gradients before a validation; these must not be averaged, either
     results = run(_normed, sum(nodes), kind, options, validates, nodes=nodes)
     for result in results:
         assert torch.equal(result["parameters"], result["average"])

@@ -1,4 +1,4 @@
-"""Ranks of one node average gradients in shared memory, and get what they get over sockets."""
+"""Ranks of one node average gradients in shared memory, with the same result as over sockets."""
 
 import gc
 import os
@@ -22,7 +22,7 @@ from lightning_hetero.errors import UnsupportedError
 
 
 def _fit(within: str, room: float = 1e12, **options: Any) -> tuple[torch.Tensor, int, list[str]]:
-    """The weights after a fit, how many buckets were averaged in shared memory, and warnings."""
+    """Weights after a fit, the number of buckets that were averaged in shared memory, and warnings."""
     calls, mean = [], SharedMean.mean
 
     def counted(self: SharedMean, *args: Any) -> torch.Tensor:

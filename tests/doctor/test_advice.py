@@ -15,7 +15,7 @@ MB = 10**6
 ALIKE = [Cost(0.004, 0.001)] * 4  # 20 ms for 16 samples
 NODES = ((0, 1), (2, 3))
 FAST = LinkModel(1e-5, 5e9)
-MEMORY = LinkModel(2e-5, 5e9)  # where no two ranks have a link
+MEMORY = LinkModel(2e-5, 5e9)  # a cluster in which no two ranks have a link
 
 
 def taken(cluster: Cluster, **wish: float) -> str:
@@ -123,7 +123,7 @@ def test_a_link_that_is_slow_even_for_rare_exchanges_asks_for_rarer_ones() -> No
 
 
 def test_what_is_not_sure_is_not_presented_as_sure() -> None:
-    ranks = [Cost(0.0, 0.001), Cost(0.0, 0.003)]  # one is three times as slow: 200% more
+    ranks = [Cost(0.0, 0.001), Cost(0.0, 0.003)]  # one rank is three times as slow: 200% more
     link = LinkModel(0.001, 100 * MB)
     busy = "\n".join(advise(ranks, ((0,), (1,)), 20, 3 * MB, SlowestLinks(None, link), spread=2.5).reasons)
     assert "Measurements differ by 250% from round to round, because the machine is busy. Run it again" in busy

@@ -44,7 +44,7 @@ def test_averages_are_exact() -> None:
 
 
 def test_a_wrong_average_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The control: a rank with other weights, and a process that comes to others."""
+    """The control: a rank with other weights, and a process with another result."""
     usual = selftest.run
 
     def spoilt(part: str, here: Devices, world: int, *args: str) -> Any:
@@ -150,7 +150,7 @@ def outcome(strategies: list[str], status: int = 0) -> selftest.RankOutcome:
 def test_a_strategy_that_breaks_on_any_rank_is_a_row_and_the_others_go_on(
     monkeypatch: pytest.MonkeyPatch, reported: int
 ) -> None:
-    """Rank 1 breaks once, perhaps at the very end; rank 0 may have come further."""
+    """Rank 1 fails once, perhaps at the very end; rank 0 may have gone further."""
     names, calls = [entry.name for entry in selftest.ENTRIES], list[tuple[str, ...]]()
 
     def run(part: str, here: Devices, world: int, *given: str) -> list[selftest.RankOutcome]:

@@ -33,7 +33,7 @@ def requests() -> Iterator[JoinRequests]:
 
 
 class Asks(threading.Thread):
-    """A process that asks, on a thread."""
+    """A process that asks to join, in a thread."""
 
     def __init__(self, address: Any, compatibility: dict[str, Any] | None = None) -> None:
         super().__init__(daemon=True)
@@ -112,7 +112,7 @@ def test_where_the_job_goes_on_without_its_first_rank_those_that_wait_ask_the_ne
 
 def test_requests_are_taken_after_the_connections_of_a_view_were_broken(requests: JoinRequests) -> None:
     threads.abort_sockets()  # a rank was lost
-    time.sleep(0.5)  # for the thread to notice, if it would
+    time.sleep(0.5)  # time for the thread to notice, if it did
     Asks(requests.address).start()
     _until(lambda: requests.waiting == 1)
 
@@ -124,14 +124,14 @@ def test_who_does_not_fit_is_told_why(requests: JoinRequests) -> None:
 
 
 def _silent(requests: JoinRequests) -> tuple[MessageTransport, MessageLink]:
-    """A process that asks, and then says nothing."""
+    """A process that asks, and then sends nothing."""
     wire, link = join_requests._reached(requests.address)
     link.send({"compatibility": {}})
     return wire, link
 
 
 def test_who_does_not_answer_is_not_waited_for_twice(requests: JoinRequests, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One asks and freezes: it is left out when the others come."""
+    """A process that asks and freezes is left out when the others join."""
     monkeypatch.setattr(join_requests, "_READY", 0.5)
     wire, _ = _silent(requests)
     _until(lambda: requests.waiting == 1)
@@ -173,7 +173,7 @@ def test_another_secret_is_another_job(requests: JoinRequests) -> None:
 
 
 def test_a_job_that_falls_silent_is_given_up(requests: JoinRequests, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A first rank that freezes: its connections stay."""
+    """The first rank freezes: its connections stay open."""
     monkeypatch.setattr(join_requests, "_SILENT", 1.0)
     frozen = threading.Event()
     monkeypatch.setattr(requests, "_incompatibility", lambda _: frozen.wait(20) or None)
@@ -206,7 +206,7 @@ def test_what_is_no_job_is_not_taken_for_one() -> None:
 
 
 def test_a_job_that_is_busy_for_a_while_is_no_other_job(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its process accepts connections, as the kernel does for it, and answers late."""
+    """Its process accepts connections, as the kernel does that for it, and answers late."""
     monkeypatch.setattr(transport, "HURRY", 0.2)
     made = JoinRequests("127.0.0.1", lambda _: None)
     poll, busy_until = made._transport.poll, time.monotonic() + 1.0

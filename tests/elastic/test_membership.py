@@ -47,7 +47,7 @@ def test_all_agree_on_those_that_remain() -> None:
         assert view.offer == [os.getpid(), view.number]
         steady(threads, [0, 1, 3])
         assert {one: called > 0 for one, called in threads.called.items()} == {0: True, 1: True, 2: False, 3: True}
-        assert noticed(threads, 3) - died < TERMS.grace  # nobody waits for its silence
+        assert noticed(threads, 3) - died < TERMS.grace  # nobody waits for a timeout
         threads.all[0].close()
         changing(threads, [1, 3])
         again = threads.agree([1, 3])
@@ -153,7 +153,7 @@ def test_one_that_has_left_is_not_lost() -> None:
         view = same(threads.agree([1, 2]))
         assert view.lost == dict.fromkeys((0, 3), "has left: its run was over")
         threads.all[1].leave()
-        assert threads.all[2].agree(()).members == (2,)  # there is nobody else that could go on
+        assert threads.all[2].agree(()).members == (2,)  # no other member can go on
 
 
 def test_all_leave_at_once() -> None:
@@ -172,7 +172,7 @@ def test_strangers_change_nothing() -> None:
             try:
                 stranger.sendall(said[number % len(said)])
             except OSError:
-                continue  # it has been sent away
+                continue  # it has been refused
         steady(threads, [0, 1, 2])
         assert len(threads.all[0]._transport._links) <= 2 + 16 + 2
         threads.all[1].close()
@@ -195,7 +195,7 @@ def test_a_member_that_talks_nonsense_is_cut_off_and_nobody_else_is() -> None:
 
 @pytest.mark.clock
 def test_a_partition_in_halves_goes_on_once() -> None:
-    """Connections end, and new ones lead to where nobody answers."""
+    """Connections end, and new ones lead to addresses at which nobody answers."""
     with in_threads([[0], [1], [2], [3]], TERMS._replace(grace=1.0)) as threads, socket.socket() as nowhere:
         nowhere.bind(("127.0.0.1", 0))
         nowhere.listen(64)

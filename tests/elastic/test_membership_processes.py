@@ -30,7 +30,7 @@ def lost(process) -> str:
 
 @pytest.mark.parametrize("killed", [[0], [3], [0, 1]], ids=str)
 def test_killed(killed: list[int]) -> None:
-    """Nobody waits for their silence."""
+    """Nobody waits for a timeout."""
     with in_processes([[0], [1], [2], [3], [4]], TERMS._replace(grace=LONG)) as processes:
         died = time.time()
         for member in killed:

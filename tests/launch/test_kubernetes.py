@@ -128,7 +128,7 @@ def pods_of_job(port: int) -> list[tuple[dict[str, Any], dict[str, str]]]:
 
 
 def pods_of_pytorchjob(port: int) -> list[tuple[dict[str, Any], dict[str, str]]]:
-    """The same, as the training operator does it."""
+    """The same for a PyTorchJob, as the training operator makes its Pods."""
     templates = [replicas["template"] for replicas in REPLICAS.values() for _ in range(replicas["replicas"])]
     common = {"WORLD_SIZE": str(len(templates)), "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
     return [(template, {**common, "RANK": str(number)}) for number, template in enumerate(templates)]

@@ -40,7 +40,7 @@ BY_HAND = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "2345", "NODE_RANK": "1", "
 @pytest.fixture
 def clean(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     for name in {name for name in os.environ if name.startswith("SLURM_")} | {*TORCHRUN, *BY_HAND}:
-        monkeypatch.setenv(name, "")  # or what Lightning sets in the test would stay set
+        monkeypatch.setenv(name, "")  # otherwise Lightning's changes in the test would stay
         monkeypatch.delenv(name)
     return monkeypatch
 
@@ -63,7 +63,7 @@ def facts(strategy: str, **options: Any) -> dict[str, Any]:
 
 
 def same(name: str, **options: Any) -> dict[str, Any]:
-    """The facts of a name, seen to be those of Lightning's own."""
+    """The facts of a name; fails if they are not those of Lightning's own strategy."""
     theirs, ours = facts(name, **options), facts(f"hetero_{name}", **options)
     assert ours == {**theirs, "ours": True}
     return ours

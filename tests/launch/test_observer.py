@@ -19,7 +19,7 @@ from lightning_hetero.launch.observer import ObservedLauncher, ProcessObserver
 
 
 def _job(folder: Path, child: str, grace: float, ends: bool) -> None:
-    """Rank 0 of a job in which rank 1 runs ``child``. It ends by itself some time after rank 1, or never."""
+    """Run rank 0 of a job in which rank 1 runs ``child``. It ends by itself some time after rank 1, or never."""
     with open(folder / "stderr", "w") as said:
         os.dup2(said.fileno(), sys.stderr.fileno())
     one = subprocess.Popen([sys.executable, "-S", "-c", f"import os; {child}"])
@@ -71,7 +71,7 @@ class _Environment:
 
 
 def _launched(folder: Path, children: list[str], survive: bool) -> None:
-    """A rank 0 that ends with an error of communication; its children are killed 0.3 s later, by somebody else."""
+    """Run a rank 0 that ends with an error of communication; another process kills its children 0.3 s later."""
     with open(folder / "stderr", "w") as said:
         os.dup2(said.fileno(), sys.stderr.fileno())
     launcher = ObservedLauncher(cluster_environment=_Environment(), num_processes=3, num_nodes=1, survive=survive)
@@ -88,7 +88,7 @@ def _launched(folder: Path, children: list[str], survive: bool) -> None:
         (folder / "took").write_text(str(time.monotonic() - began))
     for process in processes:
         threading.Timer(0.3, process.kill).start()
-    atexit._run_exitfuncs()  # forked processes end without
+    atexit._run_exitfuncs()  # forked processes do not run these at their end
     (folder / "ended").write_text(str(time.monotonic() - began))
 
 
@@ -99,7 +99,7 @@ def test_the_error_of_rank_zero_does_not_wait_for_its_children(tmp_path: Path, c
     [outcome] = attempt(_launched, 1, tmp_path, sleeps, survive, timeout=80)
     assert outcome.exitcode == 0
     took, ended = (float((tmp_path / name).read_text()) for name in ("took", "ended"))
-    assert took < 5  # who hears of it only then would wait for 10 s
+    assert took < 5  # a rank that learns of it only then would wait for 10 s
     said = (tmp_path / "stderr").read_text()
-    assert ("local rank 1 was killed by signal 9" in said) == bool(children)  # and yet it is told
-    assert ended < 9 or children  # nothing to wait for
+    assert ("local rank 1 was killed by signal 9" in said) == bool(children)  # and yet it is reported
+    assert ended < 9 or children  # without children there is no wait

@@ -1,6 +1,6 @@
 """`pytorch_lightning`, the old import name: the same package, if lightning_hetero is imported first; else an error.
 
-Each test is a process of its own: what a module name stands for is settled once.
+Each test is a process of its own: the meaning of a module's name is fixed at its first import.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Strategies under Ray Train: in its environment and its process group; with Ray itself, where that is installed."""
+"""Strategies under Ray Train: in its environment and its process group, and with Ray itself where it is installed."""
 
 import os
 import re
@@ -29,7 +29,7 @@ needs_ray = pytest.mark.skipif(
 
 
 class LikeRays(LightningEnvironment):
-    """Says what the launcher knows, as Ray's environment does, which extends the same class."""
+    """Has the launcher's values, as Ray's environment does, which extends the same class."""
 
     def world_size(self) -> int:
         return dist.get_world_size()
@@ -48,7 +48,7 @@ class LikeRays(LightningEnvironment):
 
 
 class LikeRaysDDP(DDPStrategy):
-    """Ray's strategy knows the device, and gives samplers their part."""
+    """Knows the device, and the part of samplers, as Ray's strategy does."""
 
     @property
     def root_device(self) -> torch.device:
@@ -71,7 +71,7 @@ KINDS = {"ddp": OursDDP, "diloco": OursDiLoCo}
 
 
 def _fit(kind: str, made: bool, **options: Any) -> Any:
-    """A fit; as under Ray, where the process group is there already, or with torchrun."""
+    """Train; as under Ray, where the process group exists already, or as with torchrun."""
     del os.environ["TORCHELASTIC_RUN_ID"]
     if made:
         dist.init_process_group("gloo")

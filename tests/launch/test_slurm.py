@@ -34,7 +34,7 @@ SCONTROL = """#!/usr/bin/env bash
 [[ "$1" == requeue ]] && echo "$*" >> "$REQUEUED"
 exit 0
 """
-#: Two ranks that train slowly, and save as they go.
+#: Script of ranks that train slowly, and save regularly.
 TRAIN = """
 import sys, time
 import torch
@@ -88,7 +88,7 @@ def test_the_example_starts_a_torchrun_per_node(tmp_path: Path) -> None:
 
 
 def _batch(tmp_path: Path, script: str, restarts: int, **more: str) -> subprocess.Popen:
-    """Starts the batch script with a training."""
+    """Start the batch script with a training."""
     (tmp_path / "train.py").write_text(script)
     variables = {
         **_allocation(tmp_path),
@@ -126,7 +126,7 @@ def test_a_job_at_its_time_limit_is_put_back_and_goes_on(tmp_path: Path) -> None
         second = _batch(tmp_path, TRAIN.format(slow=False), restarts=1)
         assert second.wait(200) == 0, printed.read_text()
         assert running() == []
-    assert len(requeued.read_text().splitlines()) == 1  # what is complete is not put back
+    assert len(requeued.read_text().splitlines()) == 1  # a complete job is not put back
     assert printed.read_text().count("is at step 32") == 2
     assert re.search(r"Restored all states .*hpc_ckpt_1\.ckpt", printed.read_text())
 

@@ -34,11 +34,11 @@ ROUNDING = 1e-3
 
 Train = Callable[[dict[str, Any]], None]
 Rows = Callable[[Any], Iterable[Tensor]]
-Found = dict[str, Any]  # what came of a fit on one rank
+Found = dict[str, Any]  # results of a fit on one rank
 
 
 class Watch(Callback):
-    """Notes each sample, loss and metric, and the model.
+    """Keeps each sample, loss and metric, and the model.
 
     Args:
         rows: the tensors of a batch that tell its samples apart, a row each.
@@ -70,7 +70,7 @@ class Watch(Callback):
         self.metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
 
     def save(self, path: Path) -> None:
-        """Write what it has noted, and the weights."""
+        """Write the record and the weights."""
         assert self.module is not None
         weights = torch.cat([p.detach().double().reshape(-1) for p in self.module.parameters() if p.numel()])
         found = {"seen": self.seen, "losses": self.losses, "steps": self.steps, "metrics": self.metrics}
@@ -85,7 +85,7 @@ def _strategy(name: str, unused: bool) -> Any:
 
 
 def _rank(rank: int, port: int, train: Train, rows: Rows, strategy: Any, results: Path) -> None:
-    """Fit as one of two ranks, on two nodes of one rank each, and write what came of it."""
+    """Fit as one of two ranks, on two nodes of one rank each, and write the results."""
     with open(results / f"{rank}.txt", "w") as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
@@ -122,7 +122,7 @@ def _fit(train: Train, rows: Rows, strategy: Any) -> list[Found]:
     """Results of a fit on each rank."""
     with tempfile.TemporaryDirectory(prefix="packages-") as folder:
         results = Path(folder)
-        port = random.SystemRandom().randrange(20000, 32000)  # below those that the kernel gives to connections
+        port = random.SystemRandom().randrange(20000, 32000)  # below the ports that the kernel gives to connections
         context = multiprocessing.get_context("fork")  # after the imports, which take longer than the fit
         arguments = port, train, rows, strategy, results
         processes = [context.Process(target=_rank, args=(rank, *arguments)) for rank in range(WORLD)]
@@ -145,7 +145,7 @@ def load(results: Path) -> list[Found]:
 
 
 def _mean_losses(ranks: list[Found]) -> list[float]:
-    """Of each epoch, over all samples."""
+    """Mean loss of each epoch, over all samples."""
     epochs = zip(*(one["losses"] for one in ranks), strict=True)
     means = []
     for parts in epochs:
@@ -204,7 +204,7 @@ def main(package: str, train: Train, rows: Rows, unused: bool = False) -> None:
 
 
 def compare(package: str, fits: dict[str, Callable[[], list[Found]]]) -> None:
-    """As :func:`main`, with the fits themselves, by what they are called; the first is that of ``ddp``."""
+    """Compare fits given by name, as :func:`main` does; the first one is that of ``ddp``."""
     plain: list[Found] = []
     failed = False
     title = f"{package} {version(package)}"

@@ -1,4 +1,4 @@
-"""Figure from a paper in docs/archive/benchmarks.md: checked by the command that the page shows, and by hand."""
+"""A figure from a paper in docs/archive/benchmarks.md: checked by the command that the page shows, and by hand."""
 
 import re
 import shlex

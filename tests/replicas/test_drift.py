@@ -1,4 +1,4 @@
-"""Parameters of unlike devices: estimated distances against true ones, and what follows in a real fit."""
+"""Parameters on different devices: estimated distances against true ones, and the reaction in a real fit."""
 
 import math
 import warnings
@@ -71,7 +71,7 @@ def test_parameters_that_are_not_finite_are_far_and_a_device_without_float64_is_
 
 
 class Apart(pl.Callback):
-    """Moves a parameter of rank 1 after some steps, as an optimizer that computes otherwise would."""
+    """Moves a parameter of rank 1 after some steps, as an optimizer with other rounding would."""
 
     def __init__(self, at: int, by: float) -> None:
         self.at, self.by = at, by

@@ -1,4 +1,4 @@
-"""Number of samples that are lost with ranks, from what is known of these."""
+"""Number of samples that are lost with ranks, from the known progress of ranks."""
 
 import pytest
 
@@ -42,7 +42,7 @@ def test_a_rank_that_was_ahead_has_lost_nothing(past: ShareHistory) -> None:
 
 
 def test_nothing_is_known_of_one(past: ShareHistory) -> None:
-    """Then it was not behind the slowest one, as far as anybody knows."""
+    """Such a rank was not behind the slowest one, as far as is known."""
     assert count_lost_samples({5: "", 7: ""}, {7: 99}, standings(99, 90), past, alike=False) == LostSamples(
         10 * 3 + 3, AT_LEAST
     )

@@ -16,7 +16,7 @@ def _saves(
     Args:
         monkeypatch: replaces what the ranks gather.
         lost: when this rank learns of a loss: "never", while it "saves", or while ranks "gather".
-        others: what other ranks tell.
+        others: values of other ranks.
     """
     strategy: Any = SimpleNamespace(recovery=SimpleNamespace(view_number=3))
     saves, told = [], []
@@ -42,7 +42,7 @@ def _saves(
     ("when", "times"),
     [
         (("never", "never"), 1),
-        (("never", "gather"), 1),  # the one has the outcome already when the other one's connection breaks
+        (("never", "gather"), 1),  # one rank has the result already when the connection of the other breaks
         (("gather", "gather"), 1),
         (("saves", "saves"), 2),
         (("saves", "gather"), 2),

@@ -1,4 +1,4 @@
-"""Outcomes of Lightning's tests, and how those of two sides differ. Knows files and strings only."""
+"""Outcomes of Lightning's tests, and the differences between two sides. Uses files and strings only."""
 
 import json
 from collections import Counter
