@@ -162,10 +162,10 @@ def test_weights_are_tested_as_the_mean_of_all_ranks(monkeypatch: pytest.MonkeyP
         monkeypatch.setenv("RANK", rank)
         apart = 0.1 * sign * torch.randn(before.shape, generator=torch.Generator().manual_seed(1))
         torch.nn.utils.vector_to_parameters(before + apart, net.parameters())
-        notes = common.Notes(every=2)
+        record = common.Record(every=2)
         for _ in range(3):
-            notes.begin(net, 4)
-        notes.leave(net, tmp_path)
+            record.begin(net, 4)
+        record.leave(net, tmp_path)
     found = common.tested(tmp_path, 2)
     assert [step for step, _ in found["course"]] == [0, 2]
     assert found["left"][0] == pytest.approx(expected, abs=1e-3)  # up to rounding of the mean
