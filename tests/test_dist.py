@@ -130,8 +130,8 @@ def test_a_fit_writes_its_report(python: Path, tmp_path: Path) -> None:
 
 
 def test_the_command_is_installed(python: Path, tmp_path: Path) -> None:
-    told = run(python.parent / "lightning-hetero", "strategies", folder=tmp_path)
-    assert "hetero_ddp" in told
+    output = run(python.parent / "lightning-hetero", "strategies", folder=tmp_path)
+    assert "hetero_ddp" in output
     version = re.search(r'^version = "(.+)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
     assert version is not None
     assert run(python.parent / "lightning-hetero", "--version").split() == ["lightning-hetero", version.group(1)]

@@ -269,9 +269,9 @@ def test_every_mistake_is_provoked_by_a_test() -> None:
 
 
 def test_every_error_is_in_the_table() -> None:
-    told = {kind for row in rows(ROOT / "docs" / "mistakes.md") for kind in re.findall(r"`(\w+Error)`", row[0])}
+    named = {kind for row in rows(ROOT / "docs" / "mistakes.md") for kind in re.findall(r"`(\w+Error)`", row[0])}
     kinds = {name for name, kind in vars(lightning_hetero.errors).items() if inspect.isclass(kind)}
-    assert kinds - {"HeteroError"} == told
+    assert kinds - {"HeteroError"} == named
 
 
 @pytest.mark.parametrize("page", ["mistakes.md", "features.md"])

@@ -192,7 +192,7 @@ def test_finetune(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     module = importlib.import_module("finetune_digits")
     pictures, labels = (part[:count] for part in module.images(*range(5, 10)))
     test = count // 5
-    said = json.loads((tmp_path / "results.json").read_text())
+    stored = json.loads((tmp_path / "results.json").read_text())
     for name in names:
         files = [tmp_path / name / f"epoch={epoch}.ckpt" for epoch in range(epochs + 1)]
         states = [torch.load(file, weights_only=True)["state_dict"] for file in files]
@@ -213,7 +213,7 @@ def test_finetune(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         scale = model.backbone[0][1].running_var.sqrt()
         assert ((model.backbone[0][1].running_mean - before) / scale).abs().max() < 0.05
         # The table tells the accuracy of these weights.
-        assert said[name][-1]["accuracy"] == pytest.approx(accuracy, abs=1e-6)
+        assert stored[name][-1]["accuracy"] == pytest.approx(accuracy, abs=1e-6)
         assert accuracy > 0.6  # guessing: 0.2
         shown = re.search(rf"^{name} +([\d.]+)% +[\d.]+ +\((\d+), (\d+)\)$", results[0][1], re.MULTILINE)
         assert float(shown.group(1)) == pytest.approx(100 * accuracy, abs=0.06)

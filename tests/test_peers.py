@@ -142,10 +142,10 @@ def test_all_ranks_stop_at_the_same_step(monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert next(step for step in range(11, 100) if not boards[0].go_on(step)) == 33
     assert boards[1].go_on(32)
     assert not boards[1].go_on(33)
-    apart = common.Board(tmp_path / "other", task, together=False)
-    assert apart.go_on(0)
+    separate = common.Board(tmp_path / "other", task, together=False)
+    assert separate.go_on(0)
     now[0] = 12.0
-    assert not apart.go_on(7)
+    assert not separate.go_on(7)
 
 
 def test_weights_are_tested_as_the_mean_of_all_ranks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -160,8 +160,8 @@ def test_weights_are_tested_as_the_mean_of_all_ranks(monkeypatch: pytest.MonkeyP
         before = common.flat(net)
     for rank, sign in (("0", 1), ("1", -1)):
         monkeypatch.setenv("RANK", rank)
-        apart = 0.1 * sign * torch.randn(before.shape, generator=torch.Generator().manual_seed(1))
-        torch.nn.utils.vector_to_parameters(before + apart, net.parameters())
+        offset = 0.1 * sign * torch.randn(before.shape, generator=torch.Generator().manual_seed(1))
+        torch.nn.utils.vector_to_parameters(before + offset, net.parameters())
         record = common.Record(every=2)
         for _ in range(3):
             record.begin(net, 4)
@@ -200,10 +200,10 @@ def test_each_contender_has_its_system(capsys: pytest.CaptureFixture, tmp_path: 
     options = argparse.Namespace(envs=tmp_path, make_envs=False)
     found = systems.interpreters(names, options)
     assert {system.script for system in found} == {"lightning_job.py", "torch_job.py"}
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     for peer in ("torchft==0.2.0", "hivemind==1.1.12", "accelerate==1.15.0"):
-        assert peer in said
-    assert "Left out: torchft_diloco:every=16." in said
+        assert peer in output
+    assert "Left out: torchft_diloco:every=16." in output
     commands = systems.steps_to_make(systems.system_of("torchft_diloco"), tmp_path)
     assert commands[1][-3:] == ["-c", str(systems.CONSTRAINTS), "torch"]  # before lines that could choose another
 

@@ -32,20 +32,20 @@ def _loaded(function: Callable[..., Any]) -> Any:
 
 def refusals() -> list[str]:
     a, b = torch.ones(3, device="fake"), torch.ones(3)
-    said = []
+    messages = []
     for action in (lambda: a + b, lambda: b + a, lambda: torch.cat([a, b]), lambda: b.add_(a), lambda: a.numpy()):
         with pytest.raises((RuntimeError, TypeError)) as error:
             action()
-        said.append(str(error.value))
+        messages.append(str(error.value))
     assert torch.equal((a + torch.tensor(2.0)).cpu(), b + 2)  # a number may lie on the CPU
     assert torch.equal(a[torch.tensor([0, 2])].cpu(), b[:2])  # and so may indices
-    return said
+    return messages
 
 
 def test_tensors_of_two_devices_do_not_meet(on_device):
-    said = on_device(refusals)
-    assert ["found at least two devices" in text for text in said] == [True, True, True, True, False], said
-    assert "convert fake" in said[-1]
+    messages = on_device(refusals)
+    assert ["found at least two devices" in text for text in messages] == [True, True, True, True, False], messages
+    assert "convert fake" in messages[-1]
 
 
 def two_devices() -> None:

@@ -70,8 +70,8 @@ MUTANTS = [
 
 
 @pytest.mark.long(after=1)
-@pytest.mark.parametrize(("mutant", "job", "row", "said"), MUTANTS, ids=[mutant.__name__ for mutant, *_ in MUTANTS])
-def test_mistakes_are_caught(fake: str, tmp_path: Path, mutant: Any, job: Any, row: Row, said: str) -> None:
+@pytest.mark.parametrize(("mutant", "job", "row", "words"), MUTANTS, ids=[mutant.__name__ for mutant, *_ in MUTANTS])
+def test_mistakes_are_caught(fake: str, tmp_path: Path, mutant: Any, job: Any, row: Row, words: str) -> None:
     env_of: Any = lambda rank: {"FAKE_LIBRARY": fake} if rank == 0 else {}  # noqa: E731
 
     def check() -> None:
@@ -79,5 +79,5 @@ def test_mistakes_are_caught(fake: str, tmp_path: Path, mutant: Any, job: Any, r
         alike(results)
         nowhere(tmp_path)
 
-    with pytest.raises(AssertionError, match=said):
+    with pytest.raises(AssertionError, match=words):
         check()

@@ -140,15 +140,15 @@ def refused() -> tuple[list[str], bool, float]:
         stage_of = HostStage(torch.device("fake", 0))
         stage_of.through(torch.ones(ELEMENTS, device="fake"), lambda piece: None)
     torch.empty = allocate
-    said = [str(one.message) for one in caught]
-    return said, memory[0].is_pinned(), sum(float(vector.sum()) for vector in vectors) / ELEMENTS
+    messages = [str(one.message) for one in caught]
+    return messages, memory[0].is_pinned(), sum(float(vector.sum()) for vector in vectors) / ELEMENTS
 
 
 def test_memory_that_cannot_be_pinned_is_pageable_with_one_warning(on_device):
-    said, pinned, ones = on_device(refused)
-    assert len(said) == 1
-    assert "0 MiB of memory could not be pinned (fake error: no more locked memory)" in said[0]
-    assert "several times slower" in said[0]
+    messages, pinned, ones = on_device(refused)
+    assert len(messages) == 1
+    assert "0 MiB of memory could not be pinned (fake error: no more locked memory)" in messages[0]
+    assert "several times slower" in messages[0]
     assert (pinned, ones) == (False, 2)  # weights and variances
 
 

@@ -146,8 +146,8 @@ def test_the_bound_on_alpha_and_beta(alpha: float, beta: float, stays: bool, mon
             stability(alpha, beta)
         monkeypatch.setattr(easgd, "stability", lambda alpha, beta: None)
     course = train(ElasticForce(alpha, beta=beta), [1.0, -2.0, 4.0], [3.0, 1.0, 2.0], 800)
-    apart = np.abs(course.x - course.c[:, None]).max(axis=(1, 2))
-    assert apart[-1] < 1e-3 * apart[0] if stays else apart[-1] > 1e3 * apart[0]
+    distances = np.abs(course.x - course.c[:, None]).max(axis=(1, 2))
+    assert distances[-1] < 1e-3 * distances[0] if stays else distances[-1] > 1e3 * distances[0]
 
 
 @pytest.mark.parametrize(("alpha", "beta"), [(1.0, 1.0), (0.0, 2.0), (2.0, 0.0), (-0.1, 0.5), (0.5, -0.1)])

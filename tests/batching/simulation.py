@@ -67,7 +67,7 @@ class Cluster:
     where ranks go at their own pace, are acted on before another batch is drawn.
 
     Args:
-        apart: steps from one meeting of all ranks to the next; if it is above 1 they go at their own pace in between.
+        meet_every: steps from one meeting of all ranks to the next; above 1 ranks keep their own pace in between.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class Cluster:
         ahead: Sequence[int] | None = None,
         balance: str = "auto",
         planners: int = 0,
-        apart: int = 1,
+        meet_every: int = 1,
     ) -> None:
         self.costs, self.every, self.total = list(costs), every, total
         self.noise: Noise = noise or (lambda step, rank, now, seconds: seconds)
@@ -90,7 +90,7 @@ class Cluster:
         self.models = [CostModel() for _ in self.costs]
         self.evidence = [SpeedEstimator() for _ in self.costs]
         self.idling = [Idling.FIRST, *[Idling.POSSIBLE] * (len(self.costs) - 1)]
-        self.step, self.apart = 0, apart
+        self.step, self.meet_every = 0, meet_every
         self.clocks = self.exact = (0.0,) * len(self.costs)  # seconds of each rank with the noise, and without
         self.reports: list[Report] | None = None
         self.shares: list[list[int]] = []
@@ -119,8 +119,8 @@ class Cluster:
             self.noise(self.step, rank, now, t) for rank, (now, t) in enumerate(zip(self.clocks, times, strict=True))
         ]
         self.step += 1
-        opening, alone, begun = self.step in OPENING, self.apart > 1, max(self.clocks)
-        meet = opening or self.step % self.apart == 0
+        opening, alone, begun = self.step in OPENING, self.meet_every > 1, max(self.clocks)
+        meet = opening or self.step % self.meet_every == 0
         self.clocks, self.exact = _later(self.clocks, noisy, meet), _later(self.exact, times, meet)
         rows = zip(self._laps, self.models, self.evidence, shares, noisy, strict=True)
         for rank, (laps, model, evidence, n, t) in enumerate(rows):

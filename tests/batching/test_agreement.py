@@ -106,8 +106,8 @@ def test_every_step_is_drawn_by_one_plan(events: list[tuple[str, int]]) -> None:
 def one_agreement(draws_of_the_fast: int) -> list[tuple[str, int]]:
     """Events: all answer; then one rank draws before it gets the decision; then all draw."""
     asked = [("decide", 0), *(("hear", r) for r in range(3)), *(("answer", r) for r in range(3)), ("decide", 0)]
-    told = [*(("hear", r) for r in range(3)), *(("draw", r) for r in range(3) for _ in range(30))]
-    return [*asked, *[("draw", 0)] * draws_of_the_fast, *told]
+    decided = [*(("hear", r) for r in range(3)), *(("draw", r) for r in range(3) for _ in range(30))]
+    return [*asked, *[("draw", 0)] * draws_of_the_fast, *decided]
 
 
 def test_without_the_wait_a_step_is_drawn_by_two_plans() -> None:

@@ -227,10 +227,10 @@ def test_batches_are_dealt_by_cost_whatever_the_plan_and_however_far_ahead(clust
 @pytest.mark.parametrize("per_sample", [0.001, 0.004])  # in long steps shares move before that is known
 def test_costs_are_left_where_times_follow_the_samples(cluster, per_sample):
     ranks = cluster([4096], 32, [0, 0], True, [1 + 200 * (n % 61 == 0) for n in range(4096)])
-    with pytest.warns(UserWarning, match="explains the times of steps worse than the numbers of samples do") as told:
+    with pytest.warns(UserWarning, match="explains the times of steps worse than the numbers of samples do") as caught:
         steps = run_epoch(ranks, 0, (per_sample, per_sample))
     start = next(plan.start for plan in ranks[0].planner.plans if plan.by_samples)
-    assert len(told) == 2  # rank_zero_warn takes both ranks of this process for rank 0
+    assert len(caught) == 2  # rank_zero_warn takes both ranks of this process for rank 0
     assert start < 48
     assert len({drawn.samples for step in steps[:start] for _, drawn in step}) > 5
     assert {drawn.samples for step in steps[start:] for _, drawn in step} == {32}

@@ -256,11 +256,13 @@ def test_ranks_meet_at_one_moment_to_agree_on_a_sampler_or_are_refused(
 ):
     # Rank 0 sends the order of a sampler of the user's when the first batch is drawn. Workers draw it when the epoch's
     # iterator is made; a rank without workers later, after other collectives: the job would hang.
-    told = []
+    checked = []
     for rank, count in enumerate(workers):
-        told.append([])
+        checked.append([])
         monkeypatch.setattr(loaders_module, "raise_on_all", lambda *_: None)
-        monkeypatch.setattr(loaders_module, "check_equal", lambda what, values: told[-1].append((what, dict(values))))
+        monkeypatch.setattr(
+            loaders_module, "check_equal", lambda what, values: checked[-1].append((what, dict(values)))
+        )
         data = range(64)
         sampler = RandomSampler(data) if own_sampler else DistributedSampler(data, num_replicas=1, rank=0)
         loader = DataLoader(data, batch_size=8, sampler=sampler, num_workers=count)
@@ -280,7 +282,7 @@ def test_ranks_meet_at_one_moment_to_agree_on_a_sampler_or_are_refused(
             loaders.evaluation(loader, name="validation")
         else:
             loaders.training(loader, False, pl.LightningModule())
-    assert (told[0] == told[1]) == fits
+    assert (checked[0] == checked[1]) == fits
 
 
 # -- batches that stay whole -----------------------------------------------------------------------------

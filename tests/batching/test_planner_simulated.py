@@ -70,22 +70,22 @@ def test_a_change_under_noise_is_followed_too():
 UNEQUAL = [Cost(0.010 / speed, 0.004 / speed) for speed in (0.8, 0.4, 0.2, 0.2)]  # even 370 ms, (35, 16, 7, 6) 190 ms
 
 
-def first_steps(noise: float, apart: int = 1) -> tuple[float, float, float]:
+def first_steps(noise: float, meet_every: int = 1) -> tuple[float, float, float]:
     """Medians over runs of 72 steps: the best time over that of all steps, of step 16, and of the mean after 40%."""
     found, best = [], optimum(UNEQUAL, 64)
     for seed in range(9):
-        cluster = Cluster(UNEQUAL, noise=gaussian(noise, seed), apart=apart)
+        cluster = Cluster(UNEQUAL, noise=gaussian(noise, seed), meet_every=meet_every)
         seconds = cluster.run(72)
         found.append((72 * best / max(cluster.exact), best / seconds[15], best / statistics.mean(seconds[29:])))
     whole, soon, later = (statistics.median(column) for column in zip(*found, strict=True))
     return whole, soon, later
 
 
-@pytest.mark.parametrize("apart", [1, 4, 12])
+@pytest.mark.parametrize("meet_every", [1, 4, 12])
 @pytest.mark.parametrize("noise", [0.0, 0.01, 0.02])
-def test_first_shares_are_corrected_soon(noise: float, apart: int) -> None:
+def test_first_shares_are_corrected_soon(noise: float, meet_every: int) -> None:
     """Three even steps and one of 205 ms cost 555 ms more than four of the best: 13680 ms of 14235, or 0.961."""
-    whole, soon, later = first_steps(noise, apart)
+    whole, soon, later = first_steps(noise, meet_every)
     assert whole >= 0.95
     assert soon >= 0.98
     assert later >= 0.98
@@ -95,10 +95,10 @@ def test_under_much_noise_most_of_the_samples_are_there_too() -> None:
     assert first_steps(0.1)[0] >= 0.93
 
 
-@pytest.mark.parametrize("apart", [1, 12])
-def test_the_mutant_without_early_meetings(monkeypatch: pytest.MonkeyPatch, apart: int) -> None:
+@pytest.mark.parametrize("meet_every", [1, 12])
+def test_the_mutant_without_early_meetings(monkeypatch: pytest.MonkeyPatch, meet_every: int) -> None:
     monkeypatch.setattr("simulation.OPENING", ())
-    assert first_steps(0.0, apart)[0] < 0.94
+    assert first_steps(0.0, meet_every)[0] < 0.94
 
 
 def test_the_mutant_that_corrects_only_what_is_sure(monkeypatch: pytest.MonkeyPatch) -> None:

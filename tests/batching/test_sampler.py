@@ -163,12 +163,12 @@ def test_resuming_within_an_epoch_gives_exactly_the_rest(job, epoch, data):
 # -- shorter loaders, epochs cut short -----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("told", [6, 0])  # whether Lightning still tells the batches of the resumed epoch
-def test_a_shorter_loader_resumes_where_it_was(told):
+@pytest.mark.parametrize("known", [6, 0])  # whether Lightning still tells the batches of the resumed epoch
+def test_a_shorter_loader_resumes_where_it_was(known):
     rank = Rank(0, Planner(1), 12, 4)
     rank.go_to(0, 5, step=5)  # in its second round, with one batch of three to go
     steps = rank.run()
-    rank.go_to(0, told, step=6)
+    rank.go_to(0, known, step=6)
     steps += rank.run()
     reference = one_process(12, 4, False, 0)
     check_together([steps], [reference[2], *reference])

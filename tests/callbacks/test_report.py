@@ -81,11 +81,11 @@ def _fits(root: Path) -> dict[str, Any]:
     _fit(root / "none", HeteroDDPStrategy(), none, max_epochs=1)
     _fit(root / "fast", HeteroDDPStrategy(), HeteroMonitor(), fast_dev_run=True)
     (root / "a_file").touch()
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         _fit(root, HeteroDDPStrategy(), HeteroMonitor("a_file/report"), max_epochs=1)
-    words = [str(warning.message) for warning in said if "HeteroMonitor" in str(warning.message)]
-    return {"said": words, "values": sum(p.numel() for p in Net().parameters()), "history": len(none.history)}
+    words = [str(warning.message) for warning in caught if "HeteroMonitor" in str(warning.message)]
+    return {"messages": words, "values": sum(p.numel() for p in Net().parameters()), "history": len(none.history)}
 
 
 @pytest.fixture(scope="module")
@@ -206,8 +206,8 @@ def test_no_colour_means_two_things() -> None:
         assert not causes & {*colours(count)}
     seen = [rgb_to_hsv(to_rgb(colour)) for colour in CAUSES.values()]
     hues = sorted(360 * hue for hue, _, _ in seen)
-    apart = [(b - a) % 360 for a, b in zip(hues, [*hues[1:], hues[0]], strict=True)]
-    assert min(apart) > 40, hues  # 41 and 27 would be too near: two oranges
+    gaps = [(b - a) % 360 for a, b in zip(hues, [*hues[1:], hues[0]], strict=True)]
+    assert min(gaps) > 40, hues  # 41 and 27 would be too near: two oranges
 
 
 def test_the_numbers_beside_the_shares_are_of_a_whole_batch() -> None:
@@ -223,7 +223,7 @@ def test_padding_is_no_sample_none_is_written_unasked_and_no_report_ends_the_tra
     assert views[1]["samples_per_s"] == 0
     assert not any((root / name).exists() and any((root / name).iterdir()) for name in ("none", "fast"))
     assert all(result["history"] for result in results)
-    [words], nothing = (result["said"] for result in results)
+    [words], nothing = (result["messages"] for result in results)
     assert re.search("could not write its report to .*a_file/report: ", words)
     assert nothing == []
 

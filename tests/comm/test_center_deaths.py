@@ -103,8 +103,8 @@ def test_the_hosts_death_is_an_error_of_all_others_that_names_it(home: str, host
 
 def _client_dies(home: str, holding: bool, folder: Path) -> tuple[str, float]:
     """Message of the others' error (or ``"none"``), and seconds of their longest exchange."""
-    told = home in ("shared", "hogwild")  # at once, without waiting for the timeout
-    center = begun(home, limit=timedelta(seconds=10 if told else SHORT))
+    at_once = home in ("shared", "hogwild")  # at once, without waiting for the timeout
+    center = begun(home, limit=timedelta(seconds=10 if at_once else SHORT))
     if dist.get_rank() == 2:
         go(center)
         if holding:

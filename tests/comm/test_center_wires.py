@@ -44,10 +44,10 @@ def _ends(wire: str, mutant: bool) -> list[tuple[list[torch.Tensor], list[torch.
             assert end.fits(values)
             end.send_values(values)
             end.receive_difference(values)
-            heard = drawn(step)
+            received = drawn(step)
         else:
             end.receive_values(values)
-            heard = [value.clone() for value in values]
+            received = [value.clone() for value in values]
             for value, c in zip(values, center, strict=True):
                 value.sub_(c)
             end.round_difference(values)
@@ -55,7 +55,7 @@ def _ends(wire: str, mutant: bool) -> list[tuple[list[torch.Tensor], list[torch.
                 c.add_(value, alpha=0.3)
             end.send_difference(values)
         known = [part.clone() for part in getattr(end, "_known", [])]
-        found.append((heard, values, known))
+        found.append((received, values, known))
     return found
 
 
@@ -66,11 +66,11 @@ def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
 @pytest.mark.parametrize("wire", ["fp32", "bf16", "fp16"])
 def test_both_ends_of_a_wire_agree_bitwise(wire: str) -> None:
     host, client = run(_ends, 2, wire, False)
-    for (heard, difference, known), (truth, told, known_there) in zip(host, client, strict=True):
-        assert same(difference, told)
+    for (received, difference, known), (truth, client_difference, known_there) in zip(host, client, strict=True):
+        assert same(difference, client_difference)
         assert same(known, known_there)
         assert len(known) == (0 if wire == "fp32" else 2)
-        for a, b in zip(heard, truth, strict=True):
+        for a, b in zip(received, truth, strict=True):
             # In 16 bits the change since the last known values is rounded once: errors do not add up over exchanges.
             assert (a - b).abs().max() <= 1.05 * ROUNDING.get(wire, 0.0) * 10
 
@@ -149,8 +149,8 @@ def _changes(wire: str) -> tuple[list[torch.Tensor], list[torch.Tensor], list[li
             end.send_difference(values)
         for total, value, length in zip(sums, meant, LENGTHS, strict=False):
             total += value[:length] * counts
-        heard = known if rank else end._known
-        seen.append([value[:length].clone() for value, length in zip(heard, LENGTHS, strict=True)])
+        received = known if rank else end._known
+        seen.append([value[:length].clone() for value, length in zip(received, LENGTHS, strict=True)])
     return sums, left_out, seen
 
 
@@ -168,7 +168,7 @@ def test_changes_in_few_bits_all_arrive_or_are_still_to_be_sent(wire: str) -> No
 # -- numbers that do not fit ---------------------------------------------------------------------------------
 
 
-def _apart(center: Center, layout: CenterLayout) -> tuple[Any, Any]:
+def _far(center: Center, layout: CenterLayout) -> tuple[Any, Any]:
     """A client is farther from the center than fp16 can express, but both are near the values where the ends start."""
     center.open([torch.zeros(5)])
     if layout.rank == 2:
@@ -188,13 +188,13 @@ def _apart(center: Center, layout: CenterLayout) -> tuple[Any, Any]:
 
 
 def test_a_difference_that_does_not_fit_leaves_the_center_alone() -> None:
-    host, client, _ = per_body("fp16", [Case(_apart)])[0]
+    host, client, _ = per_body("fp16", [Case(_far)])[0]
     (exchange, _), (after, _) = client[0], host[1]
     assert not math.isfinite(exchange.square)
     assert (after[0] == -60000.0).all()
-    exchange, told = client[2]
+    exchange, difference = client[2]
     assert math.isfinite(exchange.square)
-    assert (told - 60000.0).abs().max() <= 2 * 60000 * ROUNDING["fp16"]
+    assert (difference - 60000.0).abs().max() <= 2 * 60000 * ROUNDING["fp16"]
 
 
 # -- a center that is set ------------------------------------------------------------------------------------
@@ -212,8 +212,8 @@ def _set(center: Center, layout: CenterLayout) -> list[torch.Tensor]:
 
 @narrow
 def test_the_first_exchange_after_a_resume_is_as_exact_as_any(wire: str) -> None:
-    for told in per_body(wire, [Case(_set)])[0]:
-        for difference, truth in zip(told, drawn(1), strict=True):
+    for differences in per_body(wire, [Case(_set)])[0]:
+        for difference, truth in zip(differences, drawn(1), strict=True):
             assert (difference - 0.01 * truth).abs().max() <= 0.01 * 4 * 3 * ROUNDING[wire] + 4e-5
 
 

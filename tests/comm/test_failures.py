@@ -90,7 +90,7 @@ def test_strangers_change_nothing() -> None:
         address = first._transport.address
         strangers = [socket.create_connection(address) for _ in range(60)]
         for number, stranger in enumerate(strangers):
-            said = [
+            contents = [
                 b"\x00" * 9000,
                 b"0" * 32 + b" 1\n",
                 json.dumps({"rank": 1, "kind": "failed", "run": 1, "how": "failed"}).encode() + b"\n",
@@ -100,7 +100,7 @@ def test_strangers_change_nothing() -> None:
                 b"",
             ]
             try:
-                stranger.sendall(said[number % len(said)])
+                stranger.sendall(contents[number % len(contents)])
             except OSError:
                 continue  # it has been refused: there are too many
         for stranger in strangers[::2]:
@@ -113,7 +113,7 @@ def test_strangers_change_nothing() -> None:
             stranger.close()
 
 
-def _told(one: FailureChannel, end: Connection) -> None:
+def _send_descriptors(one: FailureChannel, end: Connection) -> None:
     end.send([link.connection.fileno() for link in one._links.values()])
 
 
@@ -122,7 +122,7 @@ def test_a_child_process_does_not_keep_connections_open(monkeypatch: pytest.Monk
         for one in everyone:
             monkeypatch.setattr(failures, "_failures", one)
             ours, theirs = multiprocessing.Pipe()
-            child = multiprocessing.get_context("fork").Process(target=_told, args=(one, theirs))
+            child = multiprocessing.get_context("fork").Process(target=_send_descriptors, args=(one, theirs))
             child.start()
             assert ours.recv() == [-1] * (2 if one.rank == 0 else 1)
             child.join()

@@ -41,7 +41,7 @@ def flip(at: int) -> Callable[[bytes], bytes]:
     return lambda message: message[:at] + bytes([message[at] ^ 0x10]) + message[at + 1 :]
 
 
-def duel(
+def exchange_with_fault(
     act: Judge, turn: float = 1.0, wait: float = 2.2, again: bool = True, limit: float = LIMIT
 ) -> tuple[tuple[bool, bool], torch.Tensor, Any]:
     """Let peer 0 ask peer 1 with a fault; then both try again. Who counted, the change of the sum, refusals.
@@ -65,7 +65,7 @@ def duel(
 
 @pytest.mark.parametrize("name", MESSAGES)
 def test_the_connection_breaks(name: str) -> None:
-    counted, off, _ = duel(Once(name, cut))
+    counted, off, _ = exchange_with_fault(Once(name, cut))
     assert counted == (False, False) if name != "DONE" else counted[0] == counted[1]
     assert not off.any()
 
@@ -84,7 +84,7 @@ def _hasty(self: PairExchange, peer: int, turn: float, weight: float, agreed: Ca
 
 def test_the_control_counts_too_early(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PairExchange, "ask", _hasty)
-    counted, off, _ = duel(Once("COMMIT", cut), again=False)
+    counted, off, _ = exchange_with_fault(Once("COMMIT", cut), again=False)
     assert counted == (True, False)
     assert off.any()
 
@@ -92,27 +92,27 @@ def test_the_control_counts_too_early(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", ["BACK", "DONE"])
 def test_the_connection_breaks_between_peers_that_take_any_partner(name: str) -> None:
     # The offer stays open for the next try; if DONE is lost, the peer that asked learns that the exchange has counted.
-    counted, off, _ = duel(Once(name, cut), ANY, wait=20)
+    counted, off, _ = exchange_with_fault(Once(name, cut), ANY, wait=20)
     assert counted == (True, True)
     assert not off.any()
 
 
 @pytest.mark.parametrize("name", ["YES", "COMMIT"])
 def test_a_message_is_late(name: str) -> None:
-    counted, off, _ = duel(Once(name, late(1.5)))
+    counted, off, _ = exchange_with_fault(Once(name, late(1.5)))
     assert counted == (False, False)
     assert not off.any()
 
 
 def test_the_last_message_has_twice_as_long() -> None:
     limit = 1.0  # second; the limit is nearly two, for a busy machine
-    counted, off, _ = duel(Once("DONE", late(1.1, limit)), limit=limit)
+    counted, off, _ = exchange_with_fault(Once("DONE", late(1.1, limit)), limit=limit)
     assert counted == (True, True)
     assert not off.any()
 
 
 def test_a_message_is_very_late() -> None:
-    counted, off, _ = duel(Once("DONE", late(3.2)), wait=4)
+    counted, off, _ = exchange_with_fault(Once("DONE", late(3.2)), wait=4)
     assert counted[0] == counted[1]
     assert not off.any()
 
@@ -126,7 +126,7 @@ def test_all_messages_are_slow() -> None:
         )  # two are in time, with a reserve for a busy machine; all of them together would be late
         return message
 
-    counted, off, _ = duel(slow, wait=8, again=False, limit=limit)
+    counted, off, _ = exchange_with_fault(slow, wait=8, again=False, limit=limit)
     assert counted == (True, True)
     assert not off.any()
 

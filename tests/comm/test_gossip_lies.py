@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from gossip_team import TOKEN, Member, Proxy, call, hang_up, meet, read, team
-from test_gossip_cuts import LIMIT, Once, duel, flip
+from test_gossip_cuts import LIMIT, Once, exchange_with_fault, flip
 
 from lightning_hetero.comm.gossip import ANY
 from lightning_hetero.comm.gossip_peers import MessageKind
@@ -25,7 +25,7 @@ from lightning_hetero.errors import DisagreementError
     ],
 )  # fmt: skip
 def test_a_flipped_byte_is_refused_and_counted(name: str, at: int, reason: str) -> None:
-    counted, off, refused = duel(Once(name, flip(at)))
+    counted, off, refused = exchange_with_fault(Once(name, flip(at)))
     assert counted == (False, False)
     assert not off.any()
     assert refused == {reason: 1}
@@ -34,7 +34,7 @@ def test_a_flipped_byte_is_refused_and_counted(name: str, at: int, reason: str) 
 @pytest.mark.parametrize("name", ["ASK", "SWAP", "BACK"])
 def test_a_message_twice_in_a_connection(name: str) -> None:
     # A second BACK comes in place of DONE: the peer that asked connects again, and learns that the exchange counts.
-    _, off, refused = duel(Once(name, lambda message: message + message))
+    _, off, refused = exchange_with_fault(Once(name, lambda message: message + message))
     assert not off.any()
     assert sum(refused.values()) == (name != "BACK")
 

@@ -200,12 +200,12 @@ def test_pausing() -> None:
 # -- 100 schedules -------------------------------------------------------------------------------------------
 
 
-def schedule(members: list[Member], draw: random.Random, weather: dict[str, Any]) -> int:
+def schedule(members: list[Member], draw: random.Random, faults: dict[str, Any]) -> int:
     """Run a random round of a random form with random faults, on threads; returns the number of exchanges."""
     for member in members:
         member.x[:] = torch.tensor([float(draw.randrange(-512, 512)) for _ in range(3)])
     before, first_come, turn = total(members), draw.random() < 0.5, draw.randrange(1000)
-    weather["cut"], weather["late"] = draw.choice([0, 0, 0.1, 0.5]), draw.choice([0, 0, 0.02])
+    faults["cut"], faults["late"] = draw.choice([0, 0, 0.1, 0.5]), draw.choice([0, 0, 0.02])
     matching = random_matching(len(members), turn, 7)
     plans = [(draw.uniform(0, 0.03), draw.choice([0.0, 0.02, 0.1])) for _ in members]
 
@@ -227,17 +227,17 @@ def schedule(members: list[Member], draw: random.Random, weather: dict[str, Any]
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize("seed", range(5))
 def test_100_random_schedules_keep_the_sum(seed: int) -> None:
-    draw, weather = random.Random(seed), {"cut": 0.0, "late": 0.0}
+    draw, faults = random.Random(seed), {"cut": 0.0, "late": 0.0}
 
     def judge(name: str, message: bytes) -> bytes | None:
-        time.sleep(random.uniform(0, weather["late"]))
-        return None if random.random() < weather["cut"] else message
+        time.sleep(random.uniform(0, faults["late"]))
+        return None if random.random() < faults["cut"] else message
 
     met = 0
     with team([draw.choice([1, 3]) for _ in range(draw.randrange(2, 6))], boxes=seed % 2 == 1, proxy=judge) as members:
         for _ in range(20):
-            met += schedule(members, draw, weather)
-        weather["cut"] = 0.0
+            met += schedule(members, draw, faults)
+        faults["cut"] = 0.0
         # Broken connections end, and then no fault is between them, even if they did not answer each other in time.
         deadline, turns = time.monotonic() + 60, count(2000)
         while meet(members[0], members[1], next(turns), 5) != (True, True):

@@ -86,7 +86,7 @@ def beyond(link: Link, body: Body, end: Any, index: int) -> None:
     body(end, index, link.there)
 
 
-class Herd:
+class PeerProcesses:
     """The processes, and the network between them."""
 
     def __init__(self, body: Body, boxes: bool, proxies: bool, link: Link | None) -> None:
@@ -131,9 +131,9 @@ class Herd:
     def ask_until(self, enough: Callable[[list[Any]], bool], peers: range) -> list[Any]:
         """State of these peers, as soon as ``enough`` accepts it, or after a while."""
         deadline = time.monotonic() + 20 * LIMIT
-        while not enough(told := self.ask("how", peers)) and time.monotonic() < deadline:
+        while not enough(states := self.ask("how", peers)) and time.monotonic() < deadline:
             time.sleep(0.1)
-        return told
+        return states
 
     def close(self) -> None:
         for process in self.processes:
@@ -144,8 +144,10 @@ class Herd:
 
 
 @contextmanager
-def herd(body: Body, boxes: bool = False, proxies: bool = False, link: Link | None = None) -> Iterator[Herd]:
-    found = Herd(body, boxes, proxies, link)
+def peer_processes(
+    body: Body, boxes: bool = False, proxies: bool = False, link: Link | None = None
+) -> Iterator[PeerProcesses]:
+    found = PeerProcesses(body, boxes, proxies, link)
     try:
         yield found
     finally:
@@ -166,9 +168,9 @@ def test_the_others_go_on(how: str, body: Body, boxes: bool) -> None:
     missed = how != "killed"  # its connections end, by which others may know it before they ask it again
     with (
         linked() if how == "link down" else nullcontext() as link,
-        herd(body, boxes, proxies=how == "cut off", link=link) as peers,
+        peer_processes(body, boxes, proxies=how == "cut off", link=link) as peers,
     ):
-        before = peers.ask_until(lambda told: all(sum(met.values()) > 0 for met, *_ in told), range(COUNT))
+        before = peers.ask_until(lambda states: all(sum(met.values()) > 0 for met, *_ in states), range(COUNT))
         assert all(sum(met.values()) > 0 for met, *_ in before)
         peers.down = how == "cut off"
         if link:
@@ -178,14 +180,14 @@ def test_the_others_go_on(how: str, body: Body, boxes: bool) -> None:
         time.sleep(4 * LIMIT)
         one = peers.ask("how", others)
 
-        def gains(told: list[Any]) -> list[dict[int, int]]:
-            return [{j: told[i][0][j] - one[i][0][j] for j in range(COUNT)} for i in others]
+        def gains(states: list[Any]) -> list[dict[int, int]]:
+            return [{j: states[i][0][j] - one[i][0][j] for j in range(COUNT)} for i in others]
 
         time.sleep(2 * LIMIT)
         two = peers.ask_until(
-            lambda told: (
-                all(sum(gained.values()) > 0 for gained in gains(told))
-                and all(answer[1].get(3, 0) >= missed for answer in told)
+            lambda states: (
+                all(sum(gained.values()) > 0 for gained in gains(states))
+                and all(answer[1].get(3, 0) >= missed for answer in states)
             ),
             others,
         )
@@ -196,7 +198,7 @@ def test_the_others_go_on(how: str, body: Body, boxes: bool) -> None:
 
 
 def test_a_peer_that_freezes_again_and_again_takes_nothing_along() -> None:
-    with herd(pushed) as peers:
+    with peer_processes(pushed) as peers:
         for i in range(4):
             time.sleep(0.2 + 0.05 * i)
             os.kill(peers.processes[i].pid, signal.SIGSTOP)

@@ -233,11 +233,11 @@ def test_a_silent_client_takes_no_memory() -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_random_storms_keep_the_sums(seed: int) -> None:
-    draw, weather = random.Random(seed), {"cut": 0.0, "late": 0.0}
+    draw, faults = random.Random(seed), {"cut": 0.0, "late": 0.0}
 
     def judge(name: str, message: bytes) -> bytes | None:
-        time.sleep(random.uniform(0, weather["late"]))
-        return None if random.random() < weather["cut"] else message
+        time.sleep(random.uniform(0, faults["late"]))
+        return None if random.random() < faults["cut"] else message
 
     count = draw.randrange(2, 6)
     with givers(count, boxes=seed % 2 == 1, proxy=judge) as members, ThreadPoolExecutor(count) as pool:
@@ -250,7 +250,7 @@ def test_random_storms_keep_the_sums(seed: int) -> None:
             member.get(turn, [i for i in to if member.pushing.me in to[i]], wait)
 
         for turn in range(8):
-            weather["cut"], weather["late"] = draw.choice([0, 0.1, 0.5]), draw.choice([0, 0.02])
+            faults["cut"], faults["late"] = draw.choice([0, 0.1, 0.5]), draw.choice([0, 0.02])
             topology = draw.choice(list(DIRECTED))
             jobs = [pool.submit(play, m, topology, turn, draw.choice([0, 0.1]), draw.uniform(0, 0.03)) for m in members]
             for job in jobs:

@@ -53,10 +53,10 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("said", WRONG.values(), ids=WRONG)
-def test_a_stranger_is_sent_away(listener: Listener, said: bytes) -> None:
+@pytest.mark.parametrize("content", WRONG.values(), ids=WRONG)
+def test_a_stranger_is_sent_away(listener: Listener, content: bytes) -> None:
     with socket.create_connection(listener.address) as stranger:
-        stranger.sendall(said)
+        stranger.sendall(content)
         assert listener.accept(0.3) == []
         assert until_closed(stranger) == b""
 

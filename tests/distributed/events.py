@@ -198,11 +198,11 @@ def one_process(batches: list[list[int]]) -> torch.Tensor:
     return parameters(model)
 
 
-# -- a fit, and what is seen of it ---------------------------------------------------------------------------
+# -- a fit, and its record -----------------------------------------------------------------------------------
 
 
 @dataclass
-class Seen:
+class Record:
     """Record of a fit, on one rank.
 
     Attributes:
@@ -224,7 +224,7 @@ class Seen:
         steps: optimizer steps at the end.
         number: rank and world at the end.
         losses: of ranks.
-        said: warnings, and what is logged.
+        messages: warnings, and what is logged.
     """
 
     error: BaseException | None = None
@@ -245,34 +245,34 @@ class Seen:
     steps: int = 0
     number: tuple[int, int] = (0, 0)
     losses: list[Any] = field(default_factory=list)
-    said: list[str] = field(default_factory=list)
+    messages: list[str] = field(default_factory=list)
 
 
 class Watch(pl.Callback):
     """Keeps the record of a fit."""
 
     def __init__(self) -> None:
-        self.seen = Seen()
+        self.record = Record()
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self.seen.starts.append((trainer.global_step, trainer.global_rank, trainer.world_size))
-        self.seen.begun.append(parameters(pl_module))
-        self.seen.momenta.append(momentum(trainer))
+        self.record.starts.append((trainer.global_step, trainer.global_rank, trainer.world_size))
+        self.record.begun.append(parameters(pl_module))
+        self.record.momenta.append(momentum(trainer))
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
-        self.seen.ends.append(trainer.global_step)
-        self.seen.path.append(parameters(pl_module))
-        self.seen.last.append(momentum(trainer))
+        self.record.ends.append(trainer.global_step)
+        self.record.path.append(parameters(pl_module))
+        self.record.last.append(momentum(trainer))
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self.seen.ended = parameters(pl_module)
+        self.record.ended = parameters(pl_module)
 
     def on_validation_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self.seen.validated.append(parameters(pl_module))
+        self.record.validated.append(parameters(pl_module))
 
     def on_validation_end(self, trainer: pl.Trainer, *_: Any) -> None:
         if not trainer.sanity_checking:
-            self.seen.metrics.append(trainer.callback_metrics["val"].item())
+            self.record.metrics.append(trainer.callback_metrics["val"].item())
 
 
 def momentum(trainer: pl.Trainer) -> torch.Tensor:
@@ -290,7 +290,7 @@ def fit(
     resume: Any = None,
     options: dict[str, Any] | None = None,
     **settings: Any,
-) -> Seen:
+) -> Record:
     """Train on this rank; the record has the error of this package, or the signal, with which the fit has ended."""
     row, watch = ALL[name], Watch()
     model = model or Model(row)
@@ -305,20 +305,20 @@ def fit(
     handler = logging.Handler()
     handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("lightning_hetero").addHandler(handler)
-    seen = watch.seen
-    with warnings.catch_warnings(record=True) as said:
+    record = watch.record
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trainer = pl.Trainer(strategy=strategy, callbacks=[watch, *callbacks], **settings)
         torch.manual_seed(trainer.global_rank)
         try:
             trainer.fit(model, data, DataLoader(dataset(50), batch_size=4) if validates else None, ckpt_path=resume)
         except (HeteroError, SIGTERMException) as error:
-            seen.error = error
-        seen.weights, seen.seen, seen.rows = parameters(model), model.seen, model.rows
-        seen.evaluated = list(model.evaluated)
-        if validates and seen.error is None:
-            seen.test = trainer.test(model, DataLoader(dataset(50), batch_size=4), verbose=False)[0]["test"]
+            record.error = error
+        record.weights, record.seen, record.rows = parameters(model), model.seen, model.rows
+        record.evaluated = list(model.evaluated)
+        if validates and record.error is None:
+            record.test = trainer.test(model, DataLoader(dataset(50), batch_size=4), verbose=False)[0]["test"]
     logging.getLogger("lightning_hetero").removeHandler(handler)
-    seen.steps, seen.number = trainer.global_step, (trainer.global_rank, trainer.world_size)
-    seen.losses, seen.said = strategy.recovery.losses, [str(one.message) for one in said] + logged
-    return seen
+    record.steps, record.number = trainer.global_step, (trainer.global_rank, trainer.world_size)
+    record.losses, record.messages = strategy.recovery.losses, [str(one.message) for one in caught] + logged
+    return record

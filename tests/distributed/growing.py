@@ -49,7 +49,7 @@ class WaitsForOthers(pl.Callback):
             time.sleep(0.02)  # until all have been asked to agree on a batch
 
 
-class Seen(NamedTuple):
+class Record(NamedTuple):
     """Record of a fit, on one rank."""
 
     weights: torch.Tensor
@@ -58,7 +58,7 @@ class Seen(NamedTuple):
     begun: list[torch.Tensor]  # the weights there
     before: torch.Tensor | None  # this replica's own weights after the last step before that
     momenta: list[torch.Tensor | None]  # of its optimizer, there and before
-    said: list[str]
+    messages: list[str]
 
 
 class Watches(pl.Callback):
@@ -102,7 +102,7 @@ def fit(
     late_options: dict[str, Any] | None = None,
     epochs: int = 3,
     steps: int = -1,
-) -> Seen:
+) -> Record:
     """Train on this rank; a process that is started late waits until the job is there, and then begins as any other."""
     if os.environ.get(LATE):
         options = {**options, **(late_options or {})}
@@ -117,12 +117,12 @@ def fit(
         callbacks=[watches, *waits, *(make() for make in callbacks)],
         **{**FAST, "max_epochs": epochs, "max_steps": steps, "enable_checkpointing": bool(callbacks)},
     )
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trainer.fit(made, DataLoader(Numbered(), batch_size=BATCH, shuffle=True))
-    said = [str(one.message) for one in told]
-    return Seen(
-        flat(made), getattr(made, "taken", {}), watches.starts, watches.begun, watches.before, watches.momenta, said
+    messages = [str(one.message) for one in caught]
+    return Record(
+        flat(made), getattr(made, "taken", {}), watches.starts, watches.begun, watches.before, watches.momenta, messages
     )
 
 
@@ -139,7 +139,7 @@ def grow(first: int, late: int, function: Callable[..., Any], *args: Any, **kwar
     return attempt(function, first + late, *args, env_of=env_of, **kwargs)
 
 
-def values(outcomes: Sequence[Outcome]) -> list[Seen]:
+def values(outcomes: Sequence[Outcome]) -> list[Record]:
     """Records of all ranks; fails if one has failed."""
     bad = [f"rank {rank} ({one.exitcode}):\n{one.trace[-3000:]}" for rank, one in enumerate(outcomes) if not one.value]
     assert not bad, "\n".join(bad)

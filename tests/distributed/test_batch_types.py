@@ -100,8 +100,8 @@ def _fit(strategy: Any, collate: str, sizes: tuple[int, ...], module: Any = Net)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trainer = train(net, strategy(), loader, devices=WORLD, max_steps=STEPS, max_epochs=-1)
-    told = [str(w.message) for w in caught if "batch_weight" in str(w.message)]
-    return parameters(net), told, trainer.global_step
+    messages = [str(w.message) for w in caught if "batch_weight" in str(w.message)]
+    return parameters(net), messages, trainer.global_step
 
 
 def _fits(*cases: Any) -> list[Any]:
@@ -126,9 +126,9 @@ def test_a_batch_counts_by_its_tensors_wherever_they_are_or_by_the_weight_that_i
     ranks = run(_fits, WORLD, *((HeteroDDPStrategy, collate, (6, 2), module) for collate, module in cases))
     for (collate, _), *results in zip(cases, *ranks, strict=True):
         truth = whole(collate, (6, 2))
-        for own, told, _ in results:
+        for own, messages, _ in results:
             assert error(own, truth) <= 1e-12, collate
-            assert not told
+            assert not messages
 
 
 def test_a_batch_of_unknown_size_counts_as_under_ddp() -> None:
@@ -140,7 +140,7 @@ def test_a_batch_of_unknown_size_counts_as_under_ddp() -> None:
         for own, _, steps in results:
             assert error(own, truth) <= 1e-12, case
             assert steps == STEPS
-        assert [len(told) for _, told, _ in results] == [1, 0]
+        assert [len(messages) for _, messages, _ in results] == [1, 0]
         assert "count the same" in results[0][1][0]
         assert case[0] != "tensors" or "first dimensions [2, 3, 4]" in results[0][1][0]
 

@@ -170,14 +170,14 @@ def _twice(names: list[str]) -> dict[str, Any]:
 def test_a_run_that_has_searched_is_the_run_that_was_told() -> None:
     results = run(_twice, 2, [*FITS])
     for name in FITS:
-        for searched, told in (result[name] for result in results):
+        for searched, given in (result[name] for result in results):
             assert searched.pop("found") == ([8, 18] if name == "two loaders" else FOUND), name  # by threes
-            assert told.pop("found") is None, name
+            assert given.pop("found") is None, name
             assert max(len(part) for part in searched["seen"]) <= max(FOUND)
             # When replicas come to each other differs from run to run.
-            same = ("seen", "tries", "steps") if name == "asynchronous gossip" else [*told]
+            same = ("seen", "tries", "steps") if name == "asynchronous gossip" else [*given]
             for what in same:
-                assert repr(searched[what]) == repr(told[what]), (name, what)
+                assert repr(searched[what]) == repr(given[what]), (name, what)
 
 
 # -- kept, in checkpoints and from fit to fit -----------------------------------------------------------------
@@ -186,25 +186,29 @@ SHORT = {"max_epochs": 1}
 AUTO = {"max_batch_size": "auto", "max_batch_memory": LOTS}
 
 
-def _calls(told: list[str], limits: Any = AUTO, **fit: Any) -> dict[str, Any]:
+def _calls(messages: list[str], limits: Any = AUTO, **fit: Any) -> dict[str, Any]:
     """Results of a fit, with the number of calls of ``training_step`` that were trials."""
     Busy.calls = 0
-    told.clear()
+    messages.clear()
     result = _fit(limits, **{"loader": lambda: _loader(1), **fit, "trainer": {**SHORT, **fit.get("trainer", {})}})
-    return {**result, "trials": Busy.calls - result["tries"], "told": [text for text in told if "again" in text]}
+    return {
+        **result,
+        "trials": Busy.calls - result["tries"],
+        "messages": [text for text in messages if "again" in text],
+    }
 
 
 def _resume(folder: str) -> dict[str, dict[str, Any]]:
     warnings.simplefilter("ignore")
-    told: list[str] = []
-    capacity.rank_zero_info = told.append  # type: ignore[assignment]
+    messages: list[str] = []
+    capacity.rank_zero_info = messages.append  # type: ignore[assignment]
     path, results = f"{folder}/kept.ckpt", {}
     # Within the first epoch, with batches that workers have prefetched.
     saving = {"callbacks": [Save(path, 3, stop=False)]}
-    results["whole"] = _calls(told, trainer=saving)
-    results["resumed"] = _calls(told, path=path)
-    results["other memory"] = _calls(told, {**AUTO, "max_batch_memory": "2TB"}, path=path)
-    results["told"] = _calls(told, {"max_batch_size": FOUND}, path=path)
+    results["whole"] = _calls(messages, trainer=saving)
+    results["resumed"] = _calls(messages, path=path)
+    results["other memory"] = _calls(messages, {**AUTO, "max_batch_memory": "2TB"}, path=path)
+    results["given"] = _calls(messages, {"max_batch_size": FOUND}, path=path)
     return results
 
 
@@ -215,25 +219,25 @@ def test_a_resumed_run_goes_on_with_what_was_found(tmp_path: Path) -> None:
         assert whole["trials"] > 4
         assert whole["found"] == resumed["found"] == FOUND
         assert resumed["trials"] == 0
-        assert not resumed["told"]
+        assert not resumed["messages"]
         assert resumed["seen"] == whole["seen"][3:]
         other = result["other memory"]
         assert other["trials"] > 4  # now with the optimizer's state of the checkpoint
-        assert len(other["told"]) == 1
-        for what, value in result["told"].items():
-            if what not in ("found", "trials", "told"):
+        assert len(other["messages"]) == 1
+        for what, value in result["given"].items():
+            if what not in ("found", "trials", "messages"):
                 assert repr(resumed[what]) == repr(other[what]) == repr(value), what
     (alone,) = run(_resume_alone, 1, str(tmp_path))
     assert alone["trials"] > 0
-    assert len(alone["told"]) == 1
+    assert len(alone["messages"]) == 1
     assert alone["found"] == [9]
 
 
 def _resume_alone(folder: str) -> dict[str, Any]:
     warnings.simplefilter("ignore")
-    told: list[str] = []
-    capacity.rank_zero_info = told.append  # type: ignore[assignment]
-    return _calls(told, path=f"{folder}/kept.ckpt", loader=_small, strategy={"balance": "auto"})
+    messages: list[str] = []
+    capacity.rank_zero_info = messages.append  # type: ignore[assignment]
+    return _calls(messages, path=f"{folder}/kept.ckpt", loader=_small, strategy={"balance": "auto"})
 
 
 def _small() -> Any:

@@ -55,7 +55,7 @@ def _explode(name: str, options: dict[str, Any], everywhere: bool = False) -> di
             result = fit(name, module, DataLoader(dataset(96), batch_size=4), epochs=2, **options)
         except NotFiniteError as error:
             return {"error": str(error), "parameters": parameters(module)}
-    return {**result, "said": [str(w.message) for w in caught]}
+    return {**result, "messages": [str(w.message) for w in caught]}
 
 
 def _explode_all(**more: Any) -> list[dict[str, Any]]:
@@ -73,8 +73,8 @@ def test_with_skip_all_go_on_and_the_replica_takes_over_the_center() -> None:
         path, centers = results[1]["path"], results[1]["centers"]
         assert not path[4].isfinite().all()
         assert torch.equal(path[5], centers[5])
-        [told] = [text for text in results[0]["said"] if "was left out" in text]
-        assert "Replica 1 (ranks [1]) was left out of the average after step 6" in told
+        [message] = [text for text in results[0]["messages"] if "was left out" in text]
+        assert "Replica 1 (ranks [1]) was left out of the average after step 6" in message
 
 
 @pytest.mark.parametrize("name", ["easgd", "async", "round_robin"])

@@ -128,21 +128,21 @@ def test_positional_arguments_are_those_of_lightnings_strategy() -> None:
 
 
 def _sets_data_up_outside() -> list[str]:
-    trainer, said = _trainer(HeteroDDPStrategy(**BASE)), []
+    trainer, messages = _trainer(HeteroDDPStrategy(**BASE)), []
     trainer.fit(Net(), _data())
     trainer.fit_loop._combined_loader = None
     for function in (trainer.fit_loop.setup_data, lambda: trainer.strategy.process_dataloader(_data())):
         try:
             function()
         except HeteroError as error:
-            said.append(str(error))
-    return said
+            messages.append(str(error))
+    return messages
 
 
 def test_dataloaders_cannot_be_set_up_outside_of_a_run() -> None:
-    for said in run(_sets_data_up_outside, 2):
-        assert len(said) == 2
-        assert all("no fit, validation, test or prediction is running" in text for text in said)
+    for messages in run(_sets_data_up_outside, 2):
+        assert len(messages) == 2
+        assert all("no fit, validation, test or prediction is running" in text for text in messages)
 
 
 @pytest.mark.parametrize("kind", [HeteroDDPStrategy, NodeAverageStrategy])

@@ -49,7 +49,7 @@ def _fit(
     devices: Devices, total: int, steps: int, straight: bool = False, root: Path | None = None,
     resume: Path | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    with virtual_time(), pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as said:
+    with virtual_time(), pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         if straight:
             patch.setattr(CurveEstimator, "curve", lambda self: None)
@@ -60,7 +60,7 @@ def _fit(
         trainer.fit(Net(), DataLoader(dataset(total * 50), batch_size=total // 2), ckpt_path=resume)
         if root is not None:
             trainer.save_checkpoint(root / "last.ckpt")
-    bends = [str(w.message) for w in said if "bend down" in str(w.message)]
+    bends = [str(w.message) for w in caught if "bend down" in str(w.message)]
     return {"shares": [list(record.shares) for record in monitor.history], "bends": bends}
 
 

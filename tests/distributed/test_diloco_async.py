@@ -32,12 +32,12 @@ class Visits(pl.Callback):
         averager: Any = trainer.strategy.averager  # type: ignore[attr-defined]
         visit = averager._visit
 
-        def noted(context: Any) -> None:
+        def recorded(context: Any) -> None:
             visit(context)
             self.seen.append((context.step, sum(averager._rates._seen[-1][1]), averager.visits))
             self.bytes = averager.links.traffic.bytes
 
-        averager._visit = noted
+        averager._visit = recorded
 
     def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
         time.sleep(self.pauses[trainer.global_rank])

@@ -44,24 +44,24 @@ class Fails(Net):
             raise ValueError(f"a fault in {where}")
 
 
-def _fit(kind: Any, where: str, heard: Path) -> None:
+def _fit(kind: Any, where: str, noticed: Path) -> None:
     trainer = pl.Trainer(strategy=kind(), max_epochs=1, **FAST)
     began = time.monotonic()
     try:
         trainer.fit(Fails(where), _loader())
     except ValueError:
-        _live_until([heard])
+        _live_until([noticed])
         raise
     finally:
         if trainer.global_rank == 0 and time.monotonic() - began < LIVES - 5:
-            heard.touch()
+            noticed.touch()
 
 
 @pytest.mark.parametrize("where", ["setup", "configure_model", "on_fit_start"])
 def test_the_others_hear_of_it_at_once(where: str, tmp_path: Path) -> None:
-    kind, heard = DiLoCoStrategy if where == "setup" else HeteroDDPStrategy, tmp_path / "heard"
-    first, second = attempt(_fit, 2, kind, where, heard, nodes=[1, 1])
-    assert heard.exists(), first.trace
+    kind, noticed = DiLoCoStrategy if where == "setup" else HeteroDDPStrategy, tmp_path / "heard"
+    first, second = attempt(_fit, 2, kind, where, noticed, nodes=[1, 1])
+    assert noticed.exists(), first.trace
     assert isinstance(second.error, ValueError)
     assert isinstance(first.error, CommunicationError), first.trace
     assert f"rank 1 failed with ValueError: a fault in {where}" in str(first.error)

@@ -172,8 +172,8 @@ def test_push_sum_is_exact_on_an_irregular_graph() -> None:
     biased = push_sum(irregular, 1, nodes, "biased", starts, still=True)
     assert abs(biased[-1] - goal).max() > 0.1
     # Gradients alone never bring them together.
-    apart = push_sum(irregular, 1, nodes, "gradients only", starts, still=True)
-    assert abs(apart[-1] - goal).max() > 1
+    separate = push_sum(irregular, 1, nodes, "gradients only", starts, still=True)
+    assert abs(separate[-1] - goal).max() > 1
 
 
 def test_the_oracle_tells_mistakes_apart() -> None:

@@ -49,22 +49,22 @@ class Waits(pl.Callback):
 
 
 def _alone() -> Any:
-    said: list[str] = []
+    messages: list[str] = []
     handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())
+    handler.emit = lambda record: messages.append(record.getMessage())
     logging.getLogger("lightning.pytorch.utilities.rank_zero").addHandler(handler)
     waits = Waits()
     common: dict[str, Any] = {"epochs": 1, "trainer": {"callbacks": [waits]}, "timeout": 27}
     results = [fit(kind, Line(), **common, **options) for kind, options in FORMS]
     results.append(fit(GossipAsyncStrategy, Line(), **common, deadline=0.5))
-    return said, results, waits.seconds
+    return messages, results, waits.seconds
 
 
 def test_one_replica_trains_alone_and_says_so() -> None:
-    [(said, results, seconds)] = run(_alone, 1)
+    [(messages, results, seconds)] = run(_alone, 1)
     assert seconds == [*[3.0] * len(FORMS), 0.5]  # with timeout=27, in which all of an exchange must end
     for kind in (GossipStrategy, GossipPushSumStrategy, GossipAsyncStrategy):
-        assert any(f"{kind.__name__}: there is one replica" in words for words in said)
+        assert any(f"{kind.__name__}: there is one replica" in words for words in messages)
     for result in results:
         assert torch.equal(result["path"], results[0]["path"])
         assert torch.equal(result["final"], result["path"][-1])

@@ -95,9 +95,9 @@ def test_who_does_not_fit_is_refused(how: str, error: type[HeteroError], words: 
     outcomes = grow(2, 1, _refused, str(tmp_path), how)
     assert isinstance(outcomes[2].error, error), outcomes[2].trace
     assert words in str(outcomes[2].error)
-    seen = values(outcomes[:2])  # exactly as if nobody had come
-    assert [one.starts for one in seen] == [[(0, 0, 2)], [(0, 1, 2)]]
-    assert (seen[0].weights - one_process(epochs=3, batch=2 * BATCH)).abs().max() < 1e-10
+    records = values(outcomes[:2])  # exactly as if nobody had come
+    assert [one.starts for one in records] == [[(0, 0, 2)], [(0, 1, 2)]]
+    assert (records[0].weights - one_process(epochs=3, batch=2 * BATCH)).abs().max() < 1e-10
 
 
 class Fails(Module):
@@ -131,11 +131,11 @@ def test_the_job_goes_on_without_who_does_not_fit_after_all(
     outcomes = grow(2, 1, _does_not_fit_after_all, str(tmp_path), how)
     assert isinstance(outcomes[2].error, error), outcomes[2].trace
     assert words in str(outcomes[2].error)
-    seen = values(outcomes[:2])
-    assert any("1 rank(s) could not join, and the fit goes on without: " in one for one in seen[0].said)
-    assert [len(one.starts) for one in seen] == [2, 2]
-    assert [one.starts[-1][1:] for one in seen] == [(0, 2), (1, 2)]
-    assert (seen[0].weights - one_process(epochs=3, batch=2 * BATCH)).abs().max() < 1e-10
+    records = values(outcomes[:2])
+    assert any("1 rank(s) could not join, and the fit goes on without: " in one for one in records[0].messages)
+    assert [len(one.starts) for one in records] == [2, 2]
+    assert [one.starts[-1][1:] for one in records] == [(0, 2), (1, 2)]
+    assert (records[0].weights - one_process(epochs=3, batch=2 * BATCH)).abs().max() < 1e-10
 
 
 def _one_of_two_is_wrong(folder: str, how: str) -> Any:
@@ -160,11 +160,11 @@ def test_who_fits_joins_although_another_one_that_comes_with_it_does_not(
     outcomes = grow(2, 2, _one_of_two_is_wrong, str(tmp_path), how)
     assert isinstance(outcomes[3].error, error), outcomes[3].trace
     assert words in str(outcomes[3].error)
-    seen = values(outcomes[:3])
-    assert any("2 rank(s) could not join, and the fit goes on without: " in one for one in seen[0].said)
-    assert [len(one.starts) for one in seen] == [3, 3, 1]
-    assert [one.starts[-1][1:] for one in seen] == [(0, 3), (1, 3), (2, 3)]
-    for one in seen:
+    records = values(outcomes[:3])
+    assert any("2 rank(s) could not join, and the fit goes on without: " in one for one in records[0].messages)
+    assert [len(one.starts) for one in records] == [3, 3, 1]
+    assert [one.starts[-1][1:] for one in records] == [(0, 3), (1, 3), (2, 3)]
+    for one in records:
         assert (one.weights - one_process(epochs=10, batch=2 * BATCH)).abs().max() < 1e-10
 
 
@@ -264,10 +264,10 @@ def _dies(folder: str) -> Any:
 def test_the_job_goes_on_if_a_process_dies_while_it_joins(tmp_path: Path) -> None:
     outcomes = grow(2, 1, _dies, str(tmp_path))
     assert outcomes[2].exitcode == 9
-    seen = values(outcomes[:2])
-    assert [one.starts[-1][1:] for one in seen] == [(0, 2), (1, 2)]
-    assert torch.equal(seen[0].weights, seen[1].weights)
-    assert (seen[0].weights - one_process(epochs=3, batch=2 * BATCH)).abs().max() < 1e-10
+    records = values(outcomes[:2])
+    assert [one.starts[-1][1:] for one in records] == [(0, 2), (1, 2)]
+    assert torch.equal(records[0].weights, records[1].weights)
+    assert (records[0].weights - one_process(epochs=3, batch=2 * BATCH)).abs().max() < 1e-10
 
 
 def _meets_a_file(file: str) -> None:

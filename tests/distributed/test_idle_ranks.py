@@ -123,9 +123,9 @@ def _fit(
     stream: bool = False,
     **trainer: Any,
 ) -> dict[str, Any]:
-    module, told = make(), list[str]()
+    module, messages = make(), list[str]()
     handler = logging.Handler()
-    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("lightning.pytorch.utilities.rank_zero").addHandler(handler)
     with virtual_time() as clock:
         ends = Clock(clock)
@@ -144,7 +144,7 @@ def _fit(
         "parameters": parameters(module),
         "seen": module.see.__self__,
         "seconds": [after - before for before, after in itertools.pairwise(ends.ends)],
-        "told": [line for line in told if " on rank " in line and "samples" in line],
+        "messages": [line for line in messages if " on rank " in line and "samples" in line],
         "metrics": {name: float(value) for name, value in instance.callback_metrics.items()},
         "idle": [plan.idle for plan in strategy.accounting.planner.plans],
     }
@@ -184,7 +184,7 @@ def test_the_job_is_as_fast_as_without_the_slow_rank_its_probes_included(tmp_pat
     speed, without, with_it = TOTAL / (sum(taken) / len(taken)), TOTAL / best(SPEEDS[:2]), TOTAL / best(SPEEDS)
     assert (round(without), round(with_it)) == (143, 121)
     assert speed >= 0.99 * without
-    (line,), *others = [result["told"] for result in results]
+    (line,), *others = [result["messages"] for result in results]
     assert others == [[], []]
     for words in (line, (tmp_path / "report.html").read_text()):
         assert re.search(r"Without rank 2 the job is 1.1[78] times as fast \(14[23] samples/s against 121\)", words)
@@ -220,9 +220,9 @@ def test_weights_are_those_of_one_process_while_a_rank_is_idle_and_when_it_is_ba
     idle = idle_steps(results[2], 21 * epochs)
     assert len(idle) > 25
     assert max(idle) < 21 * epochs - 40  # it is back
-    told = results[0]["told"]
-    assert ["gets no samples" in line for line in told] == [True, False]
-    assert "gets samples again" in told[1]
+    messages = results[0]["messages"]
+    assert ["gets no samples" in line for line in messages] == [True, False]
+    assert "gets samples again" in messages[1]
     assert all("train" in result["metrics"] for result in results)
     if make is Epochs:
         for result in results:
@@ -350,12 +350,12 @@ def _refused(reason: str) -> dict[str, Any]:
     make, options = REFUSED[reason]
     warnings.filterwarnings("ignore", ".*broadcast_buffers")  # has another name in new versions
     costs = [SPEEDS[2], *SPEEDS[:2]] if make is Plain and not options else SPEEDS
-    told = list[str]()
+    messages = list[str]()
     handler = logging.Handler()
-    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("lightning.pytorch.utilities.rank_zero").addHandler(handler)
     result = _fit(make, costs, max_epochs=3, options=options)
-    return {**result, "told": [line for line in told if "least share: " in line]}
+    return {**result, "messages": [line for line in messages if "least share: " in line]}
 
 
 @pytest.mark.long(after=1)
@@ -364,7 +364,7 @@ def _refused(reason: str) -> dict[str, Any]:
 def test_a_rank_keeps_its_least_share_where_its_steps_cannot_be_left_out(reason: str) -> None:
     results = run(_refused, 3, reason)
     assert [len(result["seen"]) for result in results] == [63, 63, 63]
-    (line,) = results[0]["told"]
+    (line,) = results[0]["messages"]
     assert reason in line
     assert "the job is 1.1" in line
 

@@ -45,8 +45,8 @@ def each(cases: list[tuple[Any, dict[str, Any]]]) -> list[Any]:
 def test_ranks_at_their_own_pace_have_equal_parts_in_the_mean() -> None:
     kinds: list[Any] = [GossipAsyncStrategy, GossipStrategy, EASGDAsyncStrategy, NodeAverageStrategy]
     cases = [(kind, {"moving_rate": "auto"} if kind is EASGDAsyncStrategy else {}) for kind in kinds]
-    *apart, together = run(each, 2, cases, nodes=[1, 1])[0]
-    for first, second in apart:
+    *asynchronous, together = run(each, 2, cases, nodes=[1, 1])[0]
+    for first, second in asynchronous:
         sums = [a + b for a, b in zip(first, second, strict=True)]
         assert sums == [*[OF_ALL] * (BATCHES - 1), SAMPLES % OF_ALL] * 2
         assert {7, 8} == set(first[: BATCHES - 1])

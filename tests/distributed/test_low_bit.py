@@ -88,12 +88,12 @@ class Residuals(pl.Callback):
 class Logged(logging.Handler):
     def __init__(self) -> None:
         super().__init__()
-        self.said: list[str] = []
+        self.messages: list[str] = []
         logging.getLogger("lightning_hetero").addHandler(self)
 
     def emit(self, record: logging.LogRecord) -> None:
         if "error feedback" in record.getMessage().lower():
-            self.said.append(record.getMessage())
+            self.messages.append(record.getMessage())
 
 
 def _lost(name: Any, options: dict[str, Any]) -> tuple[torch.Tensor, list[str], list[int]]:
@@ -103,7 +103,7 @@ def _lost(name: Any, options: dict[str, Any]) -> tuple[torch.Tensor, list[str], 
     trainer = pl.Trainer(strategy=strategy, callbacks=[Killed(2, 7), residuals], **{**FAST, "max_epochs": 2})
     samples = torch.utils.data.TensorDataset(*(torch.tensor(part[:96]) for part in data()))
     trainer.fit(module, DataLoader(samples, batch_size=4, shuffle=True))
-    return parameters(module), logged.said, residuals.summed
+    return parameters(module), logged.messages, residuals.summed
 
 
 @pytest.mark.parametrize(("name", "options"), [FITS[0], FITS[1], FITS[4]])
@@ -111,10 +111,10 @@ def test_residuals_are_dropped_when_a_replica_is_lost(name: Any, options: dict[s
     outcomes = attempt(_lost, 3, name, options, nodes=APART)
     assert outcomes[2].exitcode == -signal.SIGKILL
     assert all(outcome.value for outcome in outcomes[:2]), "\n".join(outcome.trace for outcome in outcomes)
-    (first, said, parts), (second, nothing, _) = (outcome.value for outcome in outcomes[:2])
+    (first, messages, parts), (second, nothing, _) = (outcome.value for outcome in outcomes[:2])
     assert torch.equal(first, second)
     assert parts == [0]  # two replicas encode no sums
-    assert ["Replicas were lost" in words for words in said] == [True]
+    assert ["Replicas were lost" in words for words in messages] == [True]
     assert nothing == []
 
 
@@ -123,11 +123,11 @@ def _thawed() -> tuple[torch.Tensor, list[str], list[int], int]:
     strategy = STRATEGIES["diloco"](tau=3, wire="int8", balance="off")
     trainer = pl.Trainer(strategy=strategy, callbacks=[Thaws(1), residuals], **{**FAST, "max_epochs": 2})
     trainer.fit(module, DataLoader(dataset(96), batch_size=4, shuffle=True))
-    return parameters(module), logged.said, residuals.sent, sum(p.numel() for p in module.parameters())
+    return parameters(module), logged.messages, residuals.sent, sum(p.numel() for p in module.parameters())
 
 
 def test_residuals_begin_anew_with_other_parameters() -> None:
-    (first, said, lengths, all_of_them), (second, *_) = run(_thawed, 2, nodes=[1, 1])
+    (first, messages, lengths, all_of_them), (second, *_) = run(_thawed, 2, nodes=[1, 1])
     assert torch.equal(first, second)
     assert sum(lengths) == all_of_them
-    assert ["Other parameters are trainable now" in words for words in said] == [True]
+    assert ["Other parameters are trainable now" in words for words in messages] == [True]

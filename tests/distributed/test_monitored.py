@@ -240,7 +240,7 @@ def test_a_callback_that_one_rank_alone_has() -> None:
     assert run(_on_one_callback, 2) == pytest.approx([NUMBERS.mean()] * 2)
 
 
-def _told() -> list[str]:
+def _messages() -> list[str]:
     import logging
 
     messages: list[str] = []
@@ -255,7 +255,7 @@ def _told() -> list[str]:
 
 
 def test_it_is_said_once() -> None:
-    first, second = run(_told, 2)
+    first, second = run(_messages, 2)
     assert len(first) == 1
     assert "sync_dist" in first[0]
     assert not second
@@ -264,7 +264,7 @@ def test_it_is_said_once() -> None:
 # -- which rank evaluates what -------------------------------------------------------------------------------
 
 
-class Seen(Net):
+class KeepsSamples(Net):
     """Validates by the current shares; keeps the samples that it got in each epoch."""
 
     def __init__(self) -> None:
@@ -288,7 +288,7 @@ class Faster(pl.Callback):
 
 
 def _parts() -> list[list[float]]:
-    module = Seen()
+    module = KeepsSamples()
     _train([Faster()], module, HeteroDDPStrategy(balance="off"), max_epochs=3)
     return module.parts
 

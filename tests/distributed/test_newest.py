@@ -119,11 +119,11 @@ def test_what_is_not_whole_is_passed_over(tmp_path: Path) -> None:
     folders = [str(tmp_path / case) for case in cases]
     for io in (AtomicCheckpointIO(), TorchCheckpointIO()):  # the second one reads whole files, as users' plugins may
         for rank, results in enumerate(run(_chosen, 2, folders, io)):
-            for (case, (name, words)), (found, said) in zip(cases.items(), results, strict=True):
+            for (case, (name, words)), (found, messages) in zip(cases.items(), results, strict=True):
                 assert found == name, case
-                told = words if rank == 0 else []
-                assert len(said) == len(told), (case, said)
-                for text, part in zip(said, told, strict=True):
+                expected = words if rank == 0 else []
+                assert len(messages) == len(expected), (case, messages)
+                for text, part in zip(messages, expected, strict=True):
                     assert f"{tmp_path / case.replace('RANK', '0')}/step=" in text, case
                     assert part in text, case
 

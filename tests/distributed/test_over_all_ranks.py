@@ -215,10 +215,10 @@ class CallingInAHook(Calling):
 
 
 def _called(own: bool, kind: Any = NodeAverageStrategy, make: Any = Calling) -> tuple[list[str], list[float]]:
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         module = _trained(lambda: make(own), kind)[1]
-    return [str(one.message) for one in said if "over all ranks" in str(one.message)], module.sums
+    return [str(one.message) for one in caught if "over all ranks" in str(one.message)], module.sums
 
 
 def _calls() -> list[Any]:

@@ -9,7 +9,7 @@ import lightning.pytorch as pl
 import namespaces
 import pytest
 import torch
-from faults import SILENT, Seen, fit, strike, went_on
+from faults import SILENT, Record, fit, fit_with_faults, went_on
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_hetero.errors import MembershipLostError
@@ -36,8 +36,8 @@ class Cuts(pl.Callback):
 
 
 def _cut(
-    folder: str, name: str, strikes: Any, options: Any, link: namespaces.Link, there: tuple[int, ...], **settings: Any
-) -> Seen:
+    folder: str, name: str, faults: Any, options: Any, link: namespaces.Link, there: tuple[int, ...], **settings: Any
+) -> Record:
     os.environ["MASTER_ADDR"] = link.there if 0 in there else link.here
     os.environ["GLOO_SOCKET_IFNAME"] = link.name
     if int(os.environ["RANK"]) in there:
@@ -45,7 +45,7 @@ def _cut(
         link.enter()
     saves = ModelCheckpoint(folder, filename="{step}", save_top_k=-1, every_n_train_steps=SAVED_AT)
     settings = {**settings, "callbacks": [Cuts(link, folder), saves], "enable_checkpointing": True}
-    return fit(folder, name, strikes, options, **settings)
+    return fit(folder, name, faults, options, **settings)
 
 
 @pytest.mark.parametrize("there", SIDES, ids=["halves", "rank 0 alone"])
@@ -53,7 +53,7 @@ def _cut(
 def test_one_side_goes_on(tmp_path: Path, name: str, there: tuple[int, ...]) -> None:
     with namespaces.linked() as link:
         settings = {"link": link, "there": there, "max_steps": STEPS, "max_epochs": 9}
-        outcomes = strike(tmp_path, name, [], world=4, run=_cut, settings=settings)
+        outcomes = fit_with_faults(tmp_path, name, [], world=4, run=_cut, settings=settings)
     rest = [rank for rank in range(4) if rank not in there]
     went_on(outcomes, dict.fromkeys(there, SILENT), STEPS)
     for rank in there:

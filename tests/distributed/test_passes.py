@@ -89,7 +89,7 @@ class Logs(Net):
 
     def __init__(self) -> None:
         super().__init__()
-        self.told: list[str] = []
+        self.events: list[str] = []
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = super().training_step(batch, batch_idx)
@@ -109,16 +109,16 @@ class Logs(Net):
         return super().transfer_batch_to_device(batch, device, dataloader_idx)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        self.told = [f"begins with {len(batch) if isinstance(batch, Passes) else 1}"]
+        self.events = [f"begins with {len(batch) if isinstance(batch, Passes) else 1}"]
 
     def on_before_backward(self, loss: torch.Tensor) -> None:
-        self.told.append("before backward")
+        self.events.append("before backward")
 
     def on_after_backward(self) -> None:
-        self.told.append("after backward")
+        self.events.append("after backward")
 
     def on_before_zero_grad(self, optimizer: Any) -> None:
-        self.told.append("before zero")
+        self.events.append("before zero")
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.loss_of_batch = outputs["loss"].item()
@@ -129,13 +129,13 @@ def _logged() -> Any:
     strategy = HeteroDDPStrategy(**FOUR, global_batch_size=14)
     train(module, strategy, DataLoader(dataset(14), 14), logger=memory, log_every_n_steps=1)
     row = {name: value for _, row in memory.rows for name, value in row.items()}
-    return row, module.told, module.loss_of_batch, module.seen
+    return row, module.events, module.loss_of_batch, module.seen
 
 
 def test_what_passes_log_counts_by_samples_and_hooks_run_once() -> None:
     (x, y, length, _), net = dataset(14).tensors, Net()
     losses = ((net.net(x) - y) ** 2).detach().squeeze()
-    for number, (row, told, loss, seen) in enumerate(run(_logged, 2)):
+    for number, (row, events, loss, seen) in enumerate(run(_logged, 2)):
         own = losses[[i for part in seen for i in part]]
         assert [len(part) for part in seen] == [[3], [2, 3, 3, 3]][number]
         assert row["train_step"] == pytest.approx(losses.mean().item(), rel=1e-9)
@@ -146,7 +146,7 @@ def test_what_passes_log_counts_by_samples_and_hooks_run_once() -> None:
         assert row["most_step"] == row["most_epoch"] == x.max().item()
         assert loss == pytest.approx(own.mean().item(), rel=1e-9)
         begins = f"begins with {(1, 4)[number]}"
-        assert told == [begins, "before zero", "before backward", "after backward"]
+        assert events == [begins, "before zero", "before backward", "after backward"]
 
 
 # -- other data, other strategies --------------------------------------------------------------------------
@@ -316,18 +316,18 @@ def _devices() -> Any:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         train(Normed(), HeteroDDPStrategy(**FOUR, global_batch_size=16), DataLoader(dataset(64), 8))
-    told = [str(one.message) for one in caught if "BatchNorm" in str(one.message)]
+    messages = [str(one.message) for one in caught if "BatchNorm" in str(one.message)]
     module, data = Small(), DataLoader(dataset(45), 15, sampler=range(45), num_workers=1)
     strategy = HeteroDDPStrategy(global_batch_size=15, max_batch_size="auto", max_batch_memory="1TB", balance="off")
     train(module, strategy, data, max_epochs=2)
-    return told, parameters(module), [len(part) for part in module.seen], strategy.accounting.planner.high
+    return messages, parameters(module), [len(part) for part in module.seen], strategy.accounting.planner.high
 
 
 def test_batch_norm_is_told_of_and_measured_limits_are_those_of_a_pass() -> None:
     truth = one_process(45, [list(range(first, first + 15)) for first in (0, 15, 30)])
-    for number, (told, found, sizes, high) in enumerate(run(_devices, 2)):
-        assert len(told) == 1
-        assert "normalises by the samples of a pass" in told[0]
+    for number, (messages, found, sizes, high) in enumerate(run(_devices, 2)):
+        assert len(messages) == 1
+        assert "normalises by the samples of a pass" in messages[0]
         assert error(found, truth) <= 1e-10
         assert high == (4, 1)
         assert sizes == [[4, 4] * 6, [1] * 7 * 6][number]

@@ -180,10 +180,10 @@ class Same(Shard):
 
 
 def _same(kind: Any) -> list[str]:
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         _stream(kind, {}, Same())
-    return [str(warning.message) for warning in said if "same" in str(warning.message)]
+    return [str(warning.message) for warning in caught if "same" in str(warning.message)]
 
 
 def _all_same() -> list[list[str]]:
@@ -205,7 +205,7 @@ class Long(Shard):
 
 
 def _phases(options: dict[str, Any]) -> tuple[torch.Tensor, list[str], list[str]]:
-    net, told, phases = Net(), list[str](), list[str]()
+    net, messages, phases = Net(), list[str](), list[str]()
 
     class Watch(pl.Callback):
         def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
@@ -214,10 +214,10 @@ def _phases(options: dict[str, Any]) -> tuple[torch.Tensor, list[str], list[str]
     strategy = DASOStrategy(**ONE_EACH, **options)
     logger = logging.getLogger("lightning.pytorch.utilities.rank_zero")
     handler = logging.Handler()
-    handler.emit = lambda record: told.append(record.getMessage())
+    handler.emit = lambda record: messages.append(record.getMessage())
     logger.addHandler(handler)
     train(net, strategy, DataLoader(Long(), batch_size=BATCH), max_epochs=2, callbacks=[Watch()])
-    return parameters(net), phases, [text for text in told if "nobody knows" in text]
+    return parameters(net), phases, [text for text in messages if "nobody knows" in text]
 
 
 def test_daso_with_its_defaults_on_a_stream_of_unknown_length() -> None:

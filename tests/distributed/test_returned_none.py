@@ -96,12 +96,12 @@ class EveryOther(Net):
         self.steps = float(next(iter(self.trainer.optimizers[0].state.values()))["step"])
 
 
-def _apart(strings: list[str], everywhere: bool) -> list[Any]:
+def _in_replicas_of_one_rank(strings: list[str], everywhere: bool) -> list[Any]:
     results = []
     for string in strings:
         entry, module = StrategyRegistry[string], EveryOther(everywhere)
-        apart = {"ranks_per_node": 1} if string in ("hetero_node", "hetero_daso") else {}
-        options = {**entry["init_params"], **apart, "on_nan": "skip", "timeout": 60}
+        one_rank_each = {"ranks_per_node": 1} if string in ("hetero_node", "hetero_daso") else {}
+        options = {**entry["init_params"], **one_rank_each, "on_nan": "skip", "timeout": 60}
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "No replica has met the center")
             trainer = train(module, entry["strategy"](**options), DataLoader(dataset(48), batch_size=4), devices=2)
@@ -117,7 +117,7 @@ def _apart(strings: list[str], everywhere: bool) -> list[Any]:
 )
 def test_in_replicas_of_one_rank_the_step_is_left_out(strings: list[str], everywhere: bool) -> None:
     strings = [*strings, "hetero_ddp"] if everywhere else strings
-    for rank, results in enumerate(run(_apart, 2, strings, everywhere)):
+    for rank, results in enumerate(run(_in_replicas_of_one_rank, 2, strings, everywhere)):
         for string, (steps, moved, done) in zip(strings, results, strict=True):
             skips = everywhere or rank == 1
             assert (steps, done) == (4.0 if skips else 6.0, 6), string

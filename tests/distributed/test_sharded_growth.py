@@ -64,8 +64,8 @@ def fit(
 ) -> tuple[Any, list[tuple[int, int, int]], list[str]]:
     """Final weights of a fit that others join, the steps at which it began, and its messages."""
     signals._NOTICE = 0.0  # so that no rank goes beyond the step at which they wait
-    told: list[str] = []
-    join_requests.rank_zero_info = told.append  # type: ignore[attr-defined]
+    messages: list[str] = []
+    join_requests.rank_zero_info = messages.append  # type: ignore[attr-defined]
     until = time.monotonic() + 120
     while os.environ.get(LATE) and not Path(file).exists() and time.monotonic() < until:
         time.sleep(0.02)
@@ -79,7 +79,7 @@ def fit(
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         trainer.fit(module, DataLoader(dataset(120), batch_size=4))
-    return whole(module), begins.starts, [*told, *(str(one.message) for one in warned)]
+    return whole(module), begins.starts, [*messages, *(str(one.message) for one in warned)]
 
 
 def grow(
@@ -232,8 +232,8 @@ def test_a_replica_that_is_not_whole_is_refused_and_the_job_goes_on(ranks: str, 
     for (weights, starts, _), (theirs, *_) in zip(values(ours), undisturbed, strict=True):
         assert len(starts) == 1
         assert distance(weights, theirs) == 0
-    told = [text for text in ours[0].value[2] if "Training goes on without it" in text]
-    assert len(told) == (ranks == "2")
+    messages = [text for text in ours[0].value[2] if "Training goes on without it" in text]
+    assert len(messages) == (ranks == "2")
 
 
 class Lacks(ShardedNet):

@@ -129,14 +129,14 @@ def _dealt(folder: Any) -> list[tuple[dict[str, Any], dict[str, Any]]]:
 def test_a_stream_is_dealt_by_cost(tmp_path: Any) -> None:
     truth = one_process(SAMPLES, orders(2), epochs=1)
     for case, *results in zip(DEALT, *run(_dealt, 2, tmp_path), strict=True):
-        apart = []
+        largest_parts = []
         for step, batch in enumerate(orders(2)):
             parts = [whole["seen"][step] for whole, _ in results]
             assert Counter(i for part in parts for i in part) == Counter(batch), case
             sizes = [sum(map(cost, p)) if case[0] == "additive" else len(p) * max(map(cost, p)) for p in parts]
-            apart.append(max(sizes) / sum(sizes))
+            largest_parts.append(max(sizes) / sum(sizes))
         assert len({len(batch) for batch in results[0][0]["seen"]}) > 2, case
-        assert sum(apart) / len(apart) < 0.65, case
+        assert sum(largest_parts) / len(largest_parts) < 0.65, case
         for whole, rest in results:
             assert error(whole["parameters"], truth) <= 1e-10, case
             assert rest["seen"] == whole["seen"][case[-1] :], case

@@ -148,9 +148,9 @@ def _unanswered(kind: Any) -> None:
 def test_a_rank_that_does_not_answer_is_not_waited_for_without_end(kind: Any) -> None:
     outcomes = attempt(_unanswered, 2, kind, nodes=[1, 1], timeout=60)
     assert all(isinstance(outcome.error, CommunicationError) for outcome in outcomes), outcomes[1].trace
-    said = str(outcomes[1].error)
-    assert "could not agree with the others on a step to save and stop at, as SIGTERM asks: no answer from" in said
-    assert "rank(s) 0 within 3 s" in said
+    message = str(outcomes[1].error)
+    assert "could not agree with the others on a step to save and stop at, as SIGTERM asks: no answer from" in message
+    assert "rank(s) 0 within 3 s" in message
 
 
 class Dies(pl.Callback):

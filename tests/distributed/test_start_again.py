@@ -55,7 +55,7 @@ def train(folder: str, kind: Any, *callbacks: pl.Callback, every: int = 2, **opt
         "weights": parameters(module),
         "seen": module.seen,
         "step": trainer.global_step,
-        "said": [str(w.message) for w in caught if "passed over" in str(w.message)],
+        "messages": [str(w.message) for w in caught if "passed over" in str(w.message)],
         "files": sorted(os.listdir(folder)),
     }
 
@@ -104,11 +104,11 @@ def _lose_a_shard(folder: Path) -> None:
 
 @pytest.mark.long(after=1)
 @pytest.mark.parametrize(
-    ("kind", "change", "said"),
+    ("kind", "change", "words"),
     [(DDP, _keep, None), (DDP, _cut_off, "it was cut off"), (DILOCO, _lose_a_shard, "replica(s) 1 is missing")],
     ids=["complete", "cut off", "without a shard"],
 )
-def test_it_goes_on_from_the_newest_that_is_whole(tmp_path: Path, kind: Any, change: Any, said: str | None) -> None:
+def test_it_goes_on_from_the_newest_that_is_whole(tmp_path: Path, kind: Any, change: Any, words: str | None) -> None:
     # With DiLoCo a complete fit makes all replicas equal; a fit resumed from before that is as one without a stop.
     whole = run(train, 2, str(tmp_path / "whole"), kind, nodes=[1, 1])
     results = run(_stopped, 2, str(tmp_path / "stopped"), kind, change, nodes=[1, 1])
@@ -116,10 +116,10 @@ def test_it_goes_on_from_the_newest_that_is_whole(tmp_path: Path, kind: Any, cha
         assert first["step"] == 16
         assert second["step"] == third["step"] == 24
         assert second["seen"] == truth["seen"][24 - len(second["seen"]) :]  # one may have been left out
-        assert said is not None or len(second["seen"]) == 8
+        assert words is not None or len(second["seen"]) == 8
         assert torch.equal(second["weights"], truth["weights"])
-        assert len(second["said"]) == (rank == 0 and said is not None)
-        assert said is None or all(said in text and "step=16-complete.ckpt" in text for text in second["said"])
+        assert len(second["messages"]) == (rank == 0 and words is not None)
+        assert words is None or all(words in text and "step=16-complete.ckpt" in text for text in second["messages"])
         assert third["seen"] == []  # it is complete
         assert torch.equal(third["weights"], truth["weights"])
         names = [name for name in third["files"] if not name.endswith(".shards")]

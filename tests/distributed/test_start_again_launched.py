@@ -81,8 +81,8 @@ def _full(folder: str, kind: Any, rank: int) -> Any:
 @pytest.mark.parametrize(("kind", "rank"), [(DDP, 0), (DILOCO, 1)], ids=["ddp", "diloco"])
 def test_a_full_disk_does_not_lose_the_checkpoint_before(tmp_path: Path, kind: Any, rank: int) -> None:
     whole = run(train, 2, str(tmp_path / "whole"), kind, nodes=[1, 1])
-    for said, names in run(_full, 2, str(tmp_path / "full"), kind, rank, nodes=[1, 1]):
-        assert "could not be saved: [Errno 27] File too large" in said
+    for message, names in run(_full, 2, str(tmp_path / "full"), kind, rank, nodes=[1, 1]):
+        assert "could not be saved: [Errno 27] File too large" in message
         assert names == ["step=10.ckpt", "step=5.ckpt"]
     for result, truth in zip(run(train, 2, str(tmp_path / "full"), kind, nodes=[1, 1]), whole, strict=True):
         assert result["seen"] == truth["seen"][10:]

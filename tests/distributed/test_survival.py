@@ -64,10 +64,10 @@ def _fit(rank: int, step: int, workers: int, options: dict[str, Any]) -> tuple[t
     strategy = HeteroDDPStrategy(on_peer_loss="continue", balance=[3.0, 2.0, 1.0], timeout=60, **options)
     trainer = pl.Trainer(strategy=strategy, callbacks=[Killed(rank, step)], **{**FAST, "max_epochs": 2})
     loader = DataLoader(Numbered(), batch_size=BATCH, shuffle=True, num_workers=workers)
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trainer.fit(module, loader)
-    loss = [str(warning.message) for warning in told if "Training goes on" in str(warning.message)]
+    loss = [str(warning.message) for warning in caught if "Training goes on" in str(warning.message)]
     weights = torch.cat([p.detach().reshape(-1) for p in module.parameters()])
     return weights, module.taken, (trainer.global_rank, trainer.world_size, strategy.recovery.losses, loss)
 
@@ -89,13 +89,13 @@ def test_hetero_ddp_goes_on_with_the_samples_of_those_who_remain(
     assert counts == [2 * sum(parts)] * 5 if not options else max(counts) < 12
     assert [len(samples) for samples in seen[9:]] == [12] * 7
     assert sorted(i for samples in seen[8:] for i in samples) >= sorted(range(SAMPLES))
-    for number, (_, _, (now, world, losses, told)) in enumerate(rest):
+    for number, (_, _, (now, world, losses, messages)) in enumerate(rest):
         assert (now, world) == (number, 2)
         assert [loss.lost for loss in losses] == [{rank: DIED}]
-        assert len(told) == 1
-        assert f"rank {rank} {DIED}. Training goes on with 2 rank(s) after step 5" in told[0]
+        assert len(messages) == 1
+        assert f"rank {rank} {DIED}. Training goes on with 2 rank(s) after step 5" in messages[0]
         assert losses[0].samples > 0
-        assert f"{losses[0].samples} samples that they had still to take" in told[0]
+        assert f"{losses[0].samples} samples that they had still to take" in messages[0]
     # The weights are those of one process with the same steps; the first five include the lost rank's samples.
     expected = _one_process(seen, rank)
     assert (rest[0][0] - expected).abs().max() < 1e-10
@@ -166,13 +166,13 @@ def _fit_windows(manual: bool, two: bool) -> tuple[torch.Tensor, list[list[int]]
         limit_train_batches=6,
         **{**FAST, "max_epochs": 1},
     )
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trainer.fit(module, DataLoader(Numbered(), batch_size=BATCH, shuffle=True))
     return (
         torch.cat([p.detach().reshape(-1) for p in module.parameters()]),
         module.batches,
-        [str(one.message) for one in told],
+        [str(one.message) for one in caught],
     )
 
 

@@ -9,7 +9,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
-from events import BATCH, EPOCH, ROWS, STEPS, Model, Seen, fit, one_process, order
+from events import BATCH, EPOCH, ROWS, STEPS, Model, Record, fit, one_process, order
 from ranks import attempt
 
 from lightning_hetero.algorithms.periodic import PeriodicAverager
@@ -78,22 +78,22 @@ class Missed(pl.Callback):
                 self._fail()
 
 
-def _fit(name: str, what: str, behind: int) -> tuple[Seen, float | None]:
+def _fit(name: str, what: str, behind: int) -> tuple[Record, float | None]:
     missed, model = Missed(what, behind), Model(ROWS[name], scheduled=False)
-    seen = fit(name, missed, model=model, options={"on_peer_loss": "continue", "balance": "off"})
-    return seen, getattr(missed, "sum", None)
+    record = fit(name, missed, model=model, options={"on_peer_loss": "continue", "balance": "off"})
+    return record, getattr(missed, "sum", None)
 
 
-def _both(name: str, what: str, behind: int = 1) -> list[tuple[Seen, float | None]]:
+def _both(name: str, what: str, behind: int = 1) -> list[tuple[Record, float | None]]:
     outcomes = attempt(_fit, 3, name, what, behind, nodes=[1, 1, 1])
     assert outcomes[2].exitcode == -signal.SIGKILL
     assert all(outcome.value for outcome in outcomes[:2]), "\n".join(outcome.trace for outcome in outcomes)
     both = [outcome.value for outcome in outcomes[:2]]
-    for seen, _ in both:
-        assert torch.equal(seen.weights, both[0][0].weights)
-        assert seen.error is None
-        assert seen.steps == STEPS
-        assert len(seen.losses) == 1
+    for record, _ in both:
+        assert torch.equal(record.weights, both[0][0].weights)
+        assert record.error is None
+        assert record.steps == STEPS
+        assert len(record.losses) == 1
     return both
 
 
@@ -103,7 +103,7 @@ def test_a_step_that_one_rank_has_missed_is_copied(what: str, behind: int) -> No
 
     This holds also if rank 0 has taken the step, but not sent its report of it, when it learns of the loss.
     """
-    both = [seen for seen, _ in _both("hetero_ddp", what, behind)]
+    both = [record for record, _ in _both("hetero_ddp", what, behind)]
     first, second = both
     assert both[1 - behind].losses[0].step == STEP + (what == "step")  # as Lightning counts them: at the end of a step
     batches = []

@@ -37,9 +37,9 @@ def brute_force(costs: Sequence[tuple[float, float]], least: int = 1) -> float:
 
 def _fit(strategy: type[HeteroStrategy], costs: list[tuple[float, float]], root: Path, **options: Any) -> list[str]:
     """Messages in this rank's log about ranks that are too slow."""
-    told: list[str] = []
+    messages: list[str] = []
     handler = logging.Handler()
-    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("lightning.pytorch.utilities.rank_zero").addHandler(handler)
     with virtual_time():
         callbacks = [HeteroMonitor(report=root), EmulatedSpeed(costs)]
@@ -47,7 +47,7 @@ def _fit(strategy: type[HeteroStrategy], costs: list[tuple[float, float]], root:
         fast = {**FAST, "max_steps": 60, "max_epochs": -1, "devices": len(costs)}
         trainer = pl.Trainer(strategy=chosen, callbacks=callbacks, **fast)
         trainer.fit(Net(), DataLoader(dataset(TOTAL * 20), batch_size=8))
-    return [line for line in told if "times as fast" in line]
+    return [line for line in messages if "times as fast" in line]
 
 
 def advice(root: Path) -> str:

@@ -151,17 +151,17 @@ def _misled() -> tuple[torch.Tensor, list[int], list[str], bool]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trainer.fit(module, DataLoader(dataset(), batch_size=2, shuffle=True))
-    told = [str(warning.message) for warning in caught if "said to cost" in str(warning.message)]
+    messages = [str(warning.message) for warning in caught if "said to cost" in str(warning.message)]
     plans = strategy.accounting.planner.plans
     starts = [plan.start for plan in plans if plan.by_samples]
-    return parameters(module), [len(part) for part in module.seen], told, starts[0] if starts else 0
+    return parameters(module), [len(part) for part in module.seen], messages, starts[0] if starts else 0
 
 
 def test_costs_that_do_not_explain_times_are_left_with_one_warning() -> None:
     truth, ranks = parameters(oracle(Net, 12)), run(_misled, 2)
     for weights, *_ in ranks:
         assert error(weights, truth) <= 1e-10
-    assert [len(told) for _, _, told, _ in ranks] == [1, 0]
+    assert [len(messages) for _, _, messages, _ in ranks] == [1, 0]
     start = ranks[0][3]
     assert 0 < start == ranks[1][3]
     assert "(off by up to 40% and 2%). Batches are split by samples from step" in ranks[0][2][0]

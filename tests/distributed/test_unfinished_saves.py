@@ -10,7 +10,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from faults import DIED, Seen, Strike, fit, strike, went_on
+from faults import DIED, Fault, Record, fit, fit_with_faults, went_on
 from lightning.fabric.plugins import TorchCheckpointIO
 
 from lightning_hetero.callbacks.checkpoint_folder import RetentionPolicy
@@ -36,8 +36,8 @@ class Slow(pl.Callback):
 
 
 def _saves(
-    folder: str, name: str, strikes: list[Strike], options: dict[str, Any], part: str, background: bool = True
-) -> Seen:
+    folder: str, name: str, faults: list[Fault], options: dict[str, Any], part: str, background: bool = True
+) -> Record:
     """Fit with saves after every third step; a rank is killed when it has written half of a file of the second one."""
     write, rank = torch.save, int(os.environ["RANK"])
 
@@ -49,17 +49,17 @@ def _saves(
             os.kill(os.getpid(), signal.SIGKILL)
         write(value, file, *args, **kwargs)
 
-    if rank == strikes[0].rank:
+    if rank == faults[0].rank:
         torch.save = half
     saved = Path(folder, "saved")
     again = ResumableCheckpoint(saved, every_n_steps=3, background=background)
-    return fit(folder, name, strikes, options, callbacks=[again, Slow(saved)], enable_checkpointing=True)
+    return fit(folder, name, faults, options, callbacks=[again, Slow(saved)], enable_checkpointing=True)
 
 
 @pytest.mark.parametrize(("rank", "part"), [(2, "shard"), pytest.param(0, "checkpoint", marks=pytest.mark.long)])
 def test_the_others_go_on_where_all_wait_for_the_save(tmp_path: Path, rank: int, part: str) -> None:
     settings = {"part": part, "background": False}
-    went_on(strike(tmp_path, "node", [Strike(rank, -1, "killed")], run=_saves, settings=settings), {rank: DIED})
+    went_on(fit_with_faults(tmp_path, "node", [Fault(rank, -1, "killed")], run=_saves, settings=settings), {rank: DIED})
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def test_the_others_go_on_where_all_wait_for_the_save(tmp_path: Path, rank: int,
     ],
 )
 def test_what_a_loss_has_left_of_a_save_goes_with_the_next_one(tmp_path: Path, name: str, rank: int, part: str) -> None:
-    outcomes = strike(tmp_path, name, [Strike(rank, -1, "killed")], run=_saves, settings={"part": part})
+    outcomes = fit_with_faults(tmp_path, name, [Fault(rank, -1, "killed")], run=_saves, settings={"part": part})
     went_on(outcomes, {rank: DIED})
     shards = [] if name == "ddp" else [".shards"]
 

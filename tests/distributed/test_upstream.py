@@ -142,7 +142,7 @@ def spy() -> tuple[pl.Callback, list[str]]:
 
 class Asking(EvaluatedNet):
     def configure_optimizers(self) -> Any:
-        self.told = [self.trainer.estimated_stepping_batches, self.trainer.num_training_batches]
+        self.numbers = [self.trainer.estimated_stepping_batches, self.trainer.num_training_batches]
         return super().configure_optimizers()
 
 
@@ -170,8 +170,8 @@ def _loops() -> dict[str, Any]:
             trainer.validate(module, other_data(), verbose=False)
             trainer.test(module, other_data(), verbose=False)
             trainer.predict(module, other_data())
-        told = getattr(module, "told", None)
-        found[name] = parameters(module), calls, told, trainer.global_step, trainer.current_epoch
+        numbers = getattr(module, "numbers", None)
+        found[name] = parameters(module), calls, numbers, trainer.global_step, trainer.current_epoch
     return found
 
 

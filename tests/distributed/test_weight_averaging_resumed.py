@@ -99,14 +99,14 @@ def test_an_average_of_consensuses_that_a_resumed_fit_goes_on_with(
 
 def _asynchronous(kind: Any, options: dict[str, Any]) -> dict[str, Any]:
     records, found = Records(), {}
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         found["ema"] = parameters(fit_averaged(kind(**options, **APART), Net(), EMA(), records))
-    asks = [str(warning.message) for warning in told if "asks for an update after step 1," in str(warning.message)]
+    asks = [str(warning.message) for warning in caught if "asks for an update after step 1," in str(warning.message)]
     found["swa"] = parameters(fit_averaged(kind(**options, **APART), Net(), CALLBACKS["swa"]()))
     by_epoch = EMA(update_starting_at_epoch=0, update_every_n_steps=0)
     found["by epoch"] = parameters(fit_averaged(kind(**options, **APART), Net(), by_epoch))  # without a warning
-    return {**found, "told": len(asks), "seen": records.seen}
+    return {**found, "requests": len(asks), "seen": records.seen}
 
 
 @pytest.mark.long
@@ -115,7 +115,7 @@ def _asynchronous(kind: Any, options: dict[str, Any]) -> dict[str, Any]:
 )
 def test_asynchronous_replicas_average_at_the_ends_of_epochs(kind: Any, options: dict[str, Any]) -> None:
     results = run(_asynchronous, 3, kind, options, nodes=[1, 1, 1])
-    assert [result["told"] for result in results] == [1, 0, 0]
+    assert [result["requests"] for result in results] == [1, 0, 0]
     for result in results:
         assert error(result["ema"], ema_of(result["seen"])) <= 1e-10
         for name in ("ema", "swa", "by epoch"):

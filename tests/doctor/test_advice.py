@@ -75,8 +75,8 @@ def test_the_example_in_the_docs_follows_the_same_rule() -> None:
     for factor, exact_is_best in ((0.97, True), (1.03, False)):
         cluster = Cluster(((rank,), (rank,)), 128, 4e6 * float(largest) * factor, MEMORY, link)
         assert (taken(cluster) == '"hetero_ddp"') == exact_is_best
-    told = r"([\d.]+) times as long as 16 steps, and ([\d.]+) times as long as 500 steps"
-    [(often, rarely)] = re.findall(told, sentences)
+    pattern = r"([\d.]+) times as long as 16 steps, and ([\d.]+) times as long as 500 steps"
+    [(often, rarely)] = re.findall(pattern, sentences)
     assert (float(often), float(rarely)) == pytest.approx((32.0 / (16 * 0.3), 32.0 / (500 * 0.3)), rel=0.02)
 
 

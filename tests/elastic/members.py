@@ -127,7 +127,7 @@ class Process:
         self.process.start()
         theirs.close()
 
-    def told(self, seconds: float = LONG) -> Any:
+    def receive(self, seconds: float = LONG) -> Any:
         """The next message of the process."""
         assert self.end.poll(seconds), f"member {self.member} says nothing"
         return self.end.recv()
@@ -176,10 +176,10 @@ def in_processes(
 ) -> Iterator[dict[int, Process]]:
     processes = {one: Process(one, (lives or {}).get(one, work), terms) for unit in units for one in unit}
     try:
-        addresses = {one: process.told() for one, process in processes.items()}
+        addresses = {one: process.receive() for one, process in processes.items()}
         for process in processes.values():
             process.end.send((0, units, addresses))
-        assert all(process.told() == "ready" for process in processes.values())
+        assert all(process.receive() == "ready" for process in processes.values())
         yield processes
     finally:
         for process in processes.values():

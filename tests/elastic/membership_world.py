@@ -60,7 +60,7 @@ class Node:
         return int((20 + 10 * self.me) * time)
 
     def note(self, what: str, member: int, why: str = "") -> None:
-        self.world.noted(self, what, member, why)
+        self.world.record_event(self, what, member, why)
         if what == "over":
             self.world.after(self.world.random.uniform(0.1, 2.0), self._end)
 
@@ -148,7 +148,7 @@ class World:
     def delay(self) -> float:
         return self.random.choice([0.001, 0.001, 0.01, 0.05])
 
-    def noted(self, node: Node, what: str, member: int, why: str) -> None:
+    def record_event(self, node: Node, what: str, member: int, why: str) -> None:
         self.on_note(node, what)
         if what == "lost":
             self.lost.append((node.me, member, why))

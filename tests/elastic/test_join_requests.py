@@ -91,14 +91,14 @@ def test_nodes_come_in_as_a_whole_in_the_order_of_their_ranks(requests: JoinRequ
 
 
 def test_who_waits_for_the_rest_of_its_node_is_refused_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[str] = []
-    monkeypatch.setattr(join_requests, "rank_zero_info", told.append)
+    messages: list[str] = []
+    monkeypatch.setattr(join_requests, "rank_zero_info", messages.append)
     requests = JoinRequests("127.0.0.1", lambda _: None, limit=0.5)
     requests.whole_nodes = True
     with pytest.raises(JoinRefusedError, match=r"joins with all of its 2 ranks.*within 0.5 s"):
         request_to_join(requests.address, {"seat": ("a", 0, 2)}, LIMIT, lambda: None)
     requests.close()
-    assert "A rank of a was refused" in told[0]
+    assert "A rank of a was refused" in messages[0]
 
 
 def test_where_the_job_goes_on_without_its_first_rank_those_that_wait_ask_the_next_one(requests: JoinRequests) -> None:
@@ -143,8 +143,8 @@ def test_who_does_not_answer_is_not_waited_for_twice(requests: JoinRequests, mon
     requests.admit([2], 1, 1, ["host", 1])
     alive.join(20)
     assert alive.outcome == Admission(1, 1, 2, 1, ["host", 1])
-    told: list[dict[str, Any]] = []
-    _until(lambda: told.extend(message for *_, message in wire.poll(0.1)) or {"again": True} in told)
+    messages: list[dict[str, Any]] = []
+    _until(lambda: messages.extend(message for *_, message in wire.poll(0.1)) or {"again": True} in messages)
     wire.close()
 
 

@@ -61,8 +61,8 @@ def test_it_is_known_how_far_a_lost_member_had_come(lost: int) -> None:
     with in_threads([[0], [1], [2]]) as threads:
         threads.done[lost] = 5
         alive = [one for one in range(3) if one != lost]
-        heard = alive[:1] if lost else alive  # members hear of the coordinator, it hears of all
-        until(lambda: all(threads.all[one]._member.heartbeat.steps.get(lost) == 5 for one in heard))
+        informed = alive[:1] if lost else alive  # members hear of the coordinator, it hears of all
+        until(lambda: all(threads.all[one]._member.heartbeat.steps.get(lost) == 5 for one in informed))
         threads.all[lost].close()
         changing(threads, alive)
         assert same(threads.agree(alive)).steps == {lost: 5}
@@ -167,10 +167,10 @@ def test_all_leave_at_once() -> None:
 def test_strangers_change_nothing() -> None:
     with in_threads([[0], [1], [2]]) as threads:
         strangers = [socket.create_connection(threads.all[0].address) for _ in range(100)]
-        said = [b"", b"", b"\0" * 9000, b"0" * 32 + b" 1\n", f"{TOKEN} 7\n".encode(), b"GET / HTTP/1.1\r\n\r\n"]
+        contents = [b"", b"", b"\0" * 9000, b"0" * 32 + b" 1\n", f"{TOKEN} 7\n".encode(), b"GET / HTTP/1.1\r\n\r\n"]
         for number, stranger in enumerate(strangers):
             try:
-                stranger.sendall(said[number % len(said)])
+                stranger.sendall(contents[number % len(contents)])
             except OSError:
                 continue  # it has been refused
         steady(threads, [0, 1, 2])

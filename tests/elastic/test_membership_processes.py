@@ -14,7 +14,7 @@ SINGLE = [[0], [1], [2], [3]]
 
 def agreed(processes, members, of: int | None = None):
     """The time at which the last member agreed, and the view of all of them."""
-    results = [processes[member].told() for member in members]
+    results = [processes[member].receive() for member in members]
     views = [view for _, view in results]
     assert all(isinstance(view, AgreedView) for view in views), views
     assert len({repr(view) for view in views}) == 1
@@ -23,7 +23,7 @@ def agreed(processes, members, of: int | None = None):
 
 def lost(process) -> str:
     """The error with which a member must end."""
-    _, error = process.told()
+    _, error = process.receive()
     assert isinstance(error, MembershipLostError), error
     return str(error)
 

@@ -166,5 +166,5 @@ def test_their_commands_train(tmp_path: Path, pods: Callable[[int], list[Any]], 
         printed = [process.communicate(timeout=300)[0] for process in started]
         assert [process.returncode for process in started] == [0] * len(started), "\n".join(printed)
         assert running() == []
-    told = sorted(line for text in printed for line in text.splitlines() if line.startswith("rank "))
-    assert told == [f"rank {rank} of {len(places)}: {places}" for rank in range(len(places))]
+    lines = sorted(line for text in printed for line in text.splitlines() if line.startswith("rank "))
+    assert lines == [f"rank {rank} of {len(places)}: {places}" for rank in range(len(places))]

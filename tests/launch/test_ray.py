@@ -107,13 +107,13 @@ def _refused(backend: str, **options: Any) -> str:
 
 
 def test_a_group_of_another_backend_is_refused() -> None:
-    for said in run(_refused, 2, "cpu:gloo,cuda:gloo"):
-        assert "TorchConfig(backend='gloo')" in said
+    for message in run(_refused, 2, "cpu:gloo,cuda:gloo"):
+        assert "TorchConfig(backend='gloo')" in message
 
 
 def test_a_group_that_cannot_be_left_is_refused_where_that_is_asked_for() -> None:
-    for said in run(_refused, 2, "gloo", on_peer_loss="continue"):
-        assert "FailureConfig(max_failures=...)" in said
+    for message in run(_refused, 2, "gloo", on_peer_loss="continue"):
+        assert "FailureConfig(max_failures=...)" in message
 
 
 def test_the_launchers_group_is_known_also_to_a_second_fit(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,9 +137,9 @@ def test_the_example_trains_on_two_workers(tmp_path: Path, strategy: str) -> Non
     command = [sys.executable, str(EXAMPLE), "--workers", "2", "--emulate", "--strategy", strategy, "--epochs", "4"]
     command += ["--folder", str(tmp_path / "runs")]
     done = completed(command, env, patience=30.0, timeout=500)
-    told = re.search(r"^(\d+) ranks took (\d+) steps; samples per step: \[(\d+), (\d+)\]$", done.stdout, re.MULTILINE)
-    assert told is not None, done.stdout[-3000:]
-    ranks, steps, fast, slow = map(int, told.groups())
+    line = re.search(r"^(\d+) ranks took (\d+) steps; samples per step: \[(\d+), (\d+)\]$", done.stdout, re.MULTILINE)
+    assert line is not None, done.stdout[-3000:]
+    ranks, steps, fast, slow = map(int, line.groups())
     assert (ranks, steps) == (2, 4 * 45)
     assert fast + slow == 32
     assert fast > 1.5 * slow  # by hand: 24.6 and 7.4

@@ -83,8 +83,8 @@ def test_the_example_starts_a_torchrun_per_node(tmp_path: Path) -> None:
     assert re.search(r"within a node\s+│ 0 - 1", done.stdout)
     assert re.search(r"between nodes\s+│ 0 - 2", done.stdout)
     assert re.search(r"hetero_daso\s+│ available", done.stdout)
-    said = " ".join(done.stdout.split())
-    assert "in a ring over the slowest link between nodes: 4 x (7.45 MB / 3 / " in said
+    output = " ".join(done.stdout.split())
+    assert "in a ring over the slowest link between nodes: 4 x (7.45 MB / 3 / " in output
 
 
 def _batch(tmp_path: Path, script: str, restarts: int, **more: str) -> subprocess.Popen:

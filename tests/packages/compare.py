@@ -180,12 +180,12 @@ def _differences(name: str, ranks: list[Found], plain: list[Found]) -> list[str]
         value, usual = (sum(one["metrics"][key] for one in of) / WORLD for of in (ranks, plain))  # if not synced
         if not math.isclose(value, usual, rel_tol=ROUNDING, abs_tol=1e-6):
             wrong.append(f"{key} is {value} in the mean over ranks, with ddp {usual}")
-    if name.startswith("hetero_ddp") and (off := _apart(ranks, plain)) > ROUNDING:
+    if name.startswith("hetero_ddp") and (off := _distance(ranks, plain)) > ROUNDING:
         wrong.append(f"weights are {off:.1e} from those of ddp")
     return wrong
 
 
-def _apart(ranks: list[Found], plain: list[Found]) -> float:
+def _distance(ranks: list[Found], plain: list[Found]) -> float:
     own, usual = ranks[0]["weights"], plain[0]["weights"]
     return float((own - usual).norm() / usual.norm())
 
@@ -230,7 +230,7 @@ def compare(package: str, fits: dict[str, Callable[[], list[Found]]]) -> None:
             ranks[0]["steps"],
             f"{samples}, each {each} per epoch",
             f"{losses[0]:.4g} to {losses[-1]:.4g}",
-            f"{_apart(ranks, plain):.1e}",
+            f"{_distance(ranks, plain):.1e}",
             "; ".join(wrong) or "as it should be",
         )
         print(f"| {' | '.join(map(str, cells))} |", flush=True)

@@ -170,8 +170,8 @@ def test_the_cheapest_settings_of_each_strategy_and_of_these_what_learns_most(ra
         near = [one for one in whole if one.name == name and one.speed >= (1 - EQUAL) * most]
         cheapest[name] = min(near, key=lambda one: (one.every, list(WIRES).index(one.wire), -one.speed))
     exact = max(cheapest["ddp"], cheapest["hetero_ddp"], key=lambda one: one.speed)
-    apart = [one for one in cheapest.values() if not one.exact]
-    assert best == (by_hand(apart, exact.speed, AutoLimits().gain) or exact)
+    inexact = [one for one in cheapest.values() if not one.exact]
+    assert best == (by_hand(inexact, exact.speed, AutoLimits().gain) or exact)
     assert {best.name, *(one.prediction.name for one in others)} == {one.name for one in predictions(known)}
     speeds_of_rows = [(one.prediction.seldom, -one.prediction.speed) for one in others]
     assert speeds_of_rows == sorted(speeds_of_rows)

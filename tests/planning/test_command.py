@@ -64,8 +64,8 @@ def test_what_is_no_rate(text, words):
 def test_help_names_the_defaults(capsys):
     with pytest.raises(SystemExit):
         main(["plan", "--help"])
-    told = re.findall(r"--(\w+) \w+\s+(?:[^-]|-(?!-))*?\(([\w.-]+)[^)]*\)\s", capsys.readouterr().out)
-    found = {name: text for name, text in told if name in ClusterOptions._fields}
+    shown = re.findall(r"--(\w+) \w+\s+(?:[^-]|-(?!-))*?\(([\w.-]+)[^)]*\)\s", capsys.readouterr().out)
+    found = {name: text for name, text in shown if name in ClusterOptions._fields}
     assert set(found) == set(ClusterOptions._fields)
     for name, text in found.items():
         value = ClusterOptions()._asdict()[name]

@@ -330,14 +330,14 @@ def test_memory_is_that_of_the_table_whose_figures_are_counted():
     """The table is in docs/devices.md; test_device_memory.py measures its figures."""
     rows = re.findall(r"^\| (`hetero_.*?) \| (\d).*? \| (\d+)", DEVICES, re.M)
     gradients = next(int(device) + int(host) for names, device, host in rows if "replicas of several" in names)
-    told = {name: int(device) + int(host) for names, device, host in rows for name in re.findall(r"`(\w+)`", names)}
+    listed = {name: int(device) + int(host) for names, device, host in rows for name in re.findall(r"`(\w+)`", names)}
     one_rank = by_name(cluster(nodes=(1, 1)))
     several = by_name(cluster(nodes=(2, 2)))
     size = cluster(nodes=(1, 1)).size / 4
     kinds = {kind.name.removesuffix(" (streaming)"): kind for kind in KINDS.values()}
-    told["hetero_measgd_async"] = told.get("hetero_measgd_async", told["hetero_easgd_async"])
+    listed["hetero_measgd_async"] = listed.get("hetero_measgd_async", listed["hetero_easgd_async"])
     for name, kind in kinds.items():
-        assert one_rank[kind.name].kept == pytest.approx(told[name] * size), name
+        assert one_rank[kind.name].kept == pytest.approx(listed[name] * size), name
         more = gradients if kind.nodes else 0
-        assert several[kind.name].kept == pytest.approx((told[name] + more) * size), name
+        assert several[kind.name].kept == pytest.approx((listed[name] + more) * size), name
     assert several["hetero_ddp"].kept == pytest.approx(gradients * size)

@@ -19,10 +19,10 @@ def _saves(
         others: values of other ranks.
     """
     strategy: Any = SimpleNamespace(recovery=SimpleNamespace(view_number=3))
-    saves, told = [], []
+    saves, sent = [], []
 
     def gather(value: tuple[int, int], what: str) -> list[tuple[int, int]]:
-        told.append(value)
+        sent.append(value)
         if lost == "gather":
             strategy.recovery.view_number = 4
         return [value, *(others or [])]
@@ -35,7 +35,7 @@ def _saves(
 
     monkeypatch.setattr(saving, "gather", gather)
     save(strategy)
-    return len(saves), told[0]
+    return len(saves), sent[0]
 
 
 @pytest.mark.parametrize(
@@ -52,5 +52,5 @@ def _saves(
 def test_ranks_decide_alike_whenever_they_learn_of_a_loss(
     monkeypatch: pytest.MonkeyPatch, when: tuple[str, str], times: int
 ) -> None:
-    told = [_saves(monkeypatch, one)[1] for one in when]
-    assert [_saves(monkeypatch, one, [other])[0] for one, other in zip(when, told[::-1], strict=True)] == [times] * 2
+    sent = [_saves(monkeypatch, one)[1] for one in when]
+    assert [_saves(monkeypatch, one, [other])[0] for one, other in zip(when, sent[::-1], strict=True)] == [times] * 2
