@@ -63,7 +63,7 @@ class MixedNet(EvaluatedNet):
         return torch.optim.AdamW(self.parameters(), lr=0.01)
 
 
-class AtHome(pl.Callback):
+class OnOwnDevice(pl.Callback):
     """Checks after every step that all that belongs to the model is on this rank's own device."""
 
     def on_train_batch_end(self, trainer: pl.Trainer, module: Any, *_: Any) -> None:
@@ -93,7 +93,7 @@ def same(one: torch.Tensor, other: torch.Tensor) -> bool:
 def fit(row: Row, accelerator: str, save: tuple[str, int] | None = None, resume: str | None = None) -> dict[str, Any]:
     """Fits with validation, saves on the way, then validates and tests."""
     module, (training, evaluation) = MixedNet(row.momentum), loaders()
-    callbacks = [AtHome(), *([Save(*save, stop=False)] if save else [])]
+    callbacks = [OnOwnDevice(), *([Save(*save, stop=False)] if save else [])]
     trainer = pl.Trainer(
         strategy=row.strategy(),
         **{**FAST, "accelerator": accelerator, "devices": "auto" if accelerator == "fake" else 1},

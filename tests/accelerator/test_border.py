@@ -115,7 +115,7 @@ def test_what_is_broadcast_arrives_where_the_receiver_computes(mixed, fake):
     assert mixed(fit, env={"FAKE_GLOO": "stage"}, nodes=[1, 1]) == [True, True]
 
 
-def kept_apart(kind: str) -> None:
+def stays_on_cpu(kind: str) -> None:
     """Tensors that a rank with a device keeps on its CPU arrive on the CPU of others, also of those with a device."""
     assert kind == "fake"
     home = torch.device("fake", 0)
@@ -132,7 +132,7 @@ def kept_apart(kind: str) -> None:
 
 
 def test_what_a_device_rank_keeps_on_the_cpu_stays_there(alone):
-    alone(kept_apart)
+    alone(stays_on_cpu)
 
 
 # -- files --------------------------------------------------------------------------------------------------------

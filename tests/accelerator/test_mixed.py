@@ -65,7 +65,7 @@ def check(results: list[dict[str, Any]], folder: Path, row: Row) -> None:
             assert (own[0]["final"] - results[0]["first"]["final"]).abs().max() <= row.limit, stage
     files = [*folder.rglob("*.ckpt"), *folder.rglob("*.pt")]
     assert len(files) == 2 if row.name in ("hetero_ddp", "hetero_auto") else len(files) > 4
-    nowhere(folder)
+    check_no_device(folder)
 
 
 def alike(results: list[dict[str, Any]]) -> None:
@@ -73,7 +73,7 @@ def alike(results: list[dict[str, Any]]) -> None:
         assert same(one["final"], results[0]["final"]), "the ranks differ"
 
 
-def nowhere(folder: Path) -> None:
+def check_no_device(folder: Path) -> None:
     for file in (*folder.rglob("*.ckpt"), *folder.rglob("*.pt")):
         assert devices_in(file) == {"cpu"}, file
 

@@ -16,7 +16,7 @@ import torch
 import torchmetrics
 from growing import LATE, WaitsForOthers, grow
 from lightning.pytorch.callbacks import EMAWeightAveraging
-from mixed_tasks import AtHome, Row, devices_in, same, values
+from mixed_tasks import OnOwnDevice, Row, devices_in, same, values
 from ranks import attempt, run
 from tasks import FAST, EvaluatedNet, Killed, Net, Save, dataset
 from torch.utils.data import DataLoader
@@ -85,7 +85,7 @@ def test_metrics_and_gathered_tensors(device: str, row: Row) -> None:
 def kept(folder: str, steps: int) -> torch.Tensor:
     warnings.filterwarnings("ignore", "Replicas have not met between step")
     kind, module = fake_device.load_if_given(), Net()
-    callbacks = [ResumableCheckpoint(folder, every_n_steps=5), EMAWeightAveraging(decay=0.5), AtHome()]
+    callbacks = [ResumableCheckpoint(folder, every_n_steps=5), EMAWeightAveraging(decay=0.5), OnOwnDevice()]
     trainer = trainer_of(NODE, kind, max_steps=steps, max_epochs=-1, callbacks=callbacks)
     trainer.fit(module, DataLoader(dataset(48), batch_size=4))
     return values(module)
@@ -153,7 +153,7 @@ def test_an_averager_gets_its_tensors_where_it_keeps_them(device: str, tmp_path:
 
 def survived(row: Row, lost: int) -> tuple[torch.Tensor, str, int]:
     kind, module = fake_device.load_if_given(), Net(optimizer="adamw")
-    trainer = trainer_of(row, kind, max_epochs=2, callbacks=[Killed(lost, 5), AtHome()])
+    trainer = trainer_of(row, kind, max_epochs=2, callbacks=[Killed(lost, 5), OnOwnDevice()])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that a rank was lost
         trainer.fit(module, DataLoader(dataset(48), batch_size=4, shuffle=True))
@@ -195,7 +195,7 @@ def joined(name: str, options: dict[str, Any], file: str, library: str, late_has
     while late and not Path(file).exists() and time.monotonic() < until:
         time.sleep(0.02)
     module = Net(optimizer="adamw")
-    callbacks = [AtHome(), *([] if late else [WaitsForOthers(1)])]
+    callbacks = [OnOwnDevice(), *([] if late else [WaitsForOthers(1)])]
     row = Row(name, {"join_file": file, **SURVIVING, **options}, nodes=(1,), balance="auto")
     trainer = trainer_of(row, kind, max_epochs=3, callbacks=callbacks)
     with warnings.catch_warnings():

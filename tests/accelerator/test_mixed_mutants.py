@@ -10,7 +10,7 @@ import test_border
 import torch
 from mixed_tasks import Row, fit
 from ranks import run
-from test_mixed import alike, nowhere
+from test_mixed import alike, check_no_device
 from test_mixed_features import measured
 
 from lightning_hetero.checkpoint import shards
@@ -77,7 +77,7 @@ def test_mistakes_are_caught(fake: str, tmp_path: Path, mutant: Any, job: Any, r
     def check() -> None:
         results = run(job, 2, mutant, row, str(tmp_path / "saved.ckpt"), nodes=[1, 1], env_of=env_of, timeout=120)
         alike(results)
-        nowhere(tmp_path)
+        check_no_device(tmp_path)
 
     with pytest.raises(AssertionError, match=words):
         check()

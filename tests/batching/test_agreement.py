@@ -45,7 +45,7 @@ class Rank:
             self.drawn.append(next(p for p in reversed(self.plans) if p.start <= step).costs[0].fixed)
 
 
-class Hasty(PlanMember):
+class NoWait(PlanMember):
     """The mutant: after its answer it does not wait."""
 
     def may_draw(self, step: int) -> bool:
@@ -111,7 +111,7 @@ def one_agreement(draws_of_the_fast: int) -> list[tuple[str, int]]:
 
 
 def test_without_the_wait_a_step_is_drawn_by_two_plans() -> None:
-    assert not same_plans(simulate(one_agreement(20), Hasty))
+    assert not same_plans(simulate(one_agreement(20), NoWait))
     ranks = simulate(one_agreement(20), PlanMember)
     assert same_plans(ranks)
     assert set(ranks[0].drawn) == {0.0, 1.0}  # the new plan was followed

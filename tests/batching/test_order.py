@@ -162,7 +162,7 @@ def order_of(sampler, epoch=0, seed=0):
     return list(agreed)
 
 
-def stir(seed):
+def seed_all(seed):
     torch.manual_seed(seed)
     np.random.seed(seed)
     random.seed(seed)
@@ -181,7 +181,7 @@ def test_rank_0_decides_for_all(make):
     wire = Wire()
     orders = []
     for rank in range(3):
-        stir(rank)  # as ranks differ
+        seed_all(rank)  # as ranks differ
         sampler = make() if rank == 0 else Forbidden()
         send = wire.sender if rank == 0 else wire.receiver
         agreed = AgreedOrder(sampler, send, partial(eq, rank, 0), seed=5)
@@ -192,9 +192,9 @@ def test_rank_0_decides_for_all(make):
 
 @pytest.mark.parametrize("make", SAMPLERS)
 def test_an_interrupted_epoch_can_be_repeated(make):
-    stir(1)
+    seed_all(1)
     first = order_of(make(), epoch=3)
-    stir(2)  # another process has another random state
+    seed_all(2)  # another process has another random state
     assert order_of(make(), epoch=3) == first
     assert order_of(make(), epoch=4) != first
     assert order_of(make(), epoch=3, seed=1) != first
@@ -217,7 +217,7 @@ def test_an_interrupted_epoch_can_be_repeated_though_the_sampler_has_its_own_gen
 
 @pytest.mark.parametrize("make", SAMPLERS)
 def test_the_random_states_are_as_if_nothing_had_been_drawn(make):
-    stir(9)
+    seed_all(9)
     before = states()
     order_of(make())
     assert states() == before

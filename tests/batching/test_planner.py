@@ -232,7 +232,7 @@ def seconds_apart(longest, own, exchange):
         yield own + (8 * (longest - own) + exchange if step % 8 == 0 else 0.0)
 
 
-def kept_apart(seed):
+def split_is_kept(seed):
     """Whether a new split that shortens steps is kept, where ranks report different steps."""
     rng, planner, now = random.Random(seed), planner_of(64, 2), 0
     costs, ahead, exchange = [report(0.001), report(0.0015)], [0.0, 0.0], rng.uniform(0.1, 0.3)
@@ -258,7 +258,7 @@ def kept_apart(seed):
 
 
 def test_where_ranks_report_different_steps_a_resplit_that_makes_them_shorter_is_kept():
-    assert all(map(kept_apart, range(200)))
+    assert all(map(split_is_kept, range(200)))
 
 
 def test_steps_that_became_longer_by_a_change_of_speed_are_no_reason_to_take_the_answer_back():

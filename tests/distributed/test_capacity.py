@@ -89,7 +89,7 @@ class Augmented(Dataset):
         return x + 0.1 * torch.rand(8, dtype=torch.float64) * float(np.random.rand()), *others
 
 
-class Jumpy(Plain):
+class Repeated(Plain):
     def __iter__(self) -> Iterator[Any]:
         return (self.data[i % len(self.data)] for i in range(101))
 
@@ -113,8 +113,8 @@ FITS: dict[str, dict[str, Any]] = {
         "loader": lambda: DataLoader(Augmented(), 12, sampler=torch.randperm(101).tolist()),
         "trainer": {"accumulate_grad_batches": 2},
     },
-    "stream": {"loader": lambda: DataLoader(SharedStream(Jumpy()), batch_size=12)},
-    "stream, workers": {"loader": lambda: DataLoader(SharedStream(Jumpy()), batch_size=12, num_workers=2)},
+    "stream": {"loader": lambda: DataLoader(SharedStream(Repeated()), batch_size=12)},
+    "stream, workers": {"loader": lambda: DataLoader(SharedStream(Repeated()), batch_size=12, num_workers=2)},
     "two loaders": {"loader": _two_loaders},
     "static graph": {"strategy": {"static_graph": True}},
     "a quick look": {"trainer": {"fast_dev_run": 3}},

@@ -118,7 +118,7 @@ class Unregistered(Causal):
     registered = False
 
 
-class Travels(Causal):
+class LateMask(Causal):
     """The control: a buffer that was no mask when the training began is sent."""
 
     def __init__(self) -> None:
@@ -134,7 +134,7 @@ def _causal(make: Any, mixing: str) -> dict[str, Any]:
     module = make()
     before = module.mask.clone()
     result = train(lambda: module, warmup=3, cooldown=3, mixing=mixing, epochs=1, global_every=3, wait=2)
-    assert torch.equal(module.mask, before) or make is Travels
+    assert torch.equal(module.mask, before) or make is LateMask
     return result
 
 
@@ -151,5 +151,5 @@ def test_a_causal_mask_stays(mixing: str) -> None:
 
 
 def test_a_mask_that_travels_would_be_seen() -> None:
-    for outcome in attempt(_causal, 4, Travels, "delta", nodes=[2, 2]):
+    for outcome in attempt(_causal, 4, LateMask, "delta", nodes=[2, 2]):
         assert isinstance(outcome.error, NotFiniteError), outcome.trace

@@ -102,7 +102,7 @@ def _one_of_two_jobs(folder: str) -> None:
         finally:
             Path(folder, f"rank {os.environ['RANK']} has ended").touch()
         return
-    trainer = pl.Trainer(strategy=HeteroDDPStrategy(), max_epochs=1, callbacks=[Goes(there)], **FAST)
+    trainer = pl.Trainer(strategy=HeteroDDPStrategy(), max_epochs=1, callbacks=[TrainsUntil(there)], **FAST)
     trainer.fit(Net(), _loader())
 
 
@@ -110,7 +110,7 @@ def _loader() -> DataLoader:
     return DataLoader(dataset(48), batch_size=4)
 
 
-class Goes(pl.Callback):
+class TrainsUntil(pl.Callback):
     """Trains until the other job has ended."""
 
     def __init__(self, there: Path) -> None:

@@ -93,7 +93,9 @@ def _moved_elsewhere(path: Path, name: str, mutant: Any) -> Any:
 
 
 def _looked(path: Path, name: str, mutant: Any) -> Any:
-    return partial(table.check_looked, name, table.job(partial(mutant, table.looked), name, path), path)
+    return partial(
+        table.check_validation, name, table.job(partial(mutant, table.fit_with_validation), name, path), path
+    )
 
 
 def _broken(path: Path, name: str, mutant: Any) -> Any:

@@ -136,13 +136,13 @@ def test_a_resumed_fit_goes_on_as_if_it_had_not_been_stopped(tmp_path: Path, nam
 # -- validated -----------------------------------------------------------------------------------------------
 
 
-def looked(name: str, folder: Path) -> tuple[Record, Record]:
+def fit_with_validation(name: str, folder: Path) -> tuple[Record, Record]:
     """A fit that is validated and saved at every other step, and one that is not."""
     keep = ModelCheckpoint(folder, "{step}", save_top_k=-1, save_on_train_epoch_end=False)
     return fit(name, keep, validates=True, val_check_interval=2, num_sanity_val_steps=2), fit(name)
 
 
-def check_looked(name: str, ranks: list[tuple[Record, Record]], folder: Path) -> None:
+def check_validation(name: str, ranks: list[tuple[Record, Record]], folder: Path) -> None:
     row = ALL[name]
     trained([record for record, _ in ranks], name)
     for record, plain in ranks:
@@ -167,7 +167,7 @@ def check_looked(name: str, ranks: list[tuple[Record, Record]], folder: Path) ->
 
 @rows(ALL)
 def test_validations_and_checkpoints_are_of_the_consensus_and_change_nothing(tmp_path: Path, name: str) -> None:
-    check_looked(name, job(looked, name, tmp_path), tmp_path)
+    check_validation(name, job(fit_with_validation, name, tmp_path), tmp_path)
 
 
 # -- resumed elsewhere ---------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from lightning_hetero.batching.plan_agreement import ActionRequest
 from lightning_hetero.callbacks.resumable import ResumableCheckpoint
 
 
-class Ends(pl.Callback):
+class JoinsAtTheEnd(pl.Callback):
     """Lets others join at the last batch of an epoch, and keeps the step of each end of an epoch."""
 
     def __init__(self) -> None:
@@ -37,7 +37,7 @@ class Ends(pl.Callback):
 
 
 def _at_the_end(file: str) -> Any:
-    ends = Ends()
+    ends = JoinsAtTheEnd()
     return fit("NodeAverageStrategy", {"replica": "rank"}, file, 1, [lambda: ends]), ends.ends
 
 

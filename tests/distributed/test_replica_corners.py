@@ -99,7 +99,7 @@ def test_phases_count_the_steps_of_another_strategys_checkpoint(tmp_path: Path) 
 # -- validation ----------------------------------------------------------------------------------------------
 
 
-class Sane(EvaluatedNet):
+class ChecksLoss(EvaluatedNet):
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         assert self.loss(batch).isfinite()
         super().validation_step(batch, batch_idx)
@@ -120,13 +120,19 @@ class SaveAtStart(pl.Callback):
 
 def _validated(path: str) -> torch.Tensor:
     save = SaveAtStart(path)
-    _fit(Sane(), NodeAverageStrategy(every_n_steps=5, **BASE), max_epochs=1, num_sanity_val_steps=2, callbacks=[save])
+    _fit(
+        ChecksLoss(),
+        NodeAverageStrategy(every_n_steps=5, **BASE),
+        max_epochs=1,
+        num_sanity_val_steps=2,
+        callbacks=[save],
+    )
     return save.validated
 
 
 def test_the_sanity_check_is_sane_and_saving_before_validation_saves_the_consensus(tmp_path: Path) -> None:
     validated = run(_validated, 3, str(tmp_path / "start.ckpt"), nodes=NODES)[0]
-    module = Sane()
+    module = ChecksLoss()
     module.load_state_dict(torch.load(tmp_path / "start.ckpt", weights_only=True)["state_dict"])
     assert torch.equal(parameters(module), validated)
 
@@ -179,7 +185,7 @@ class Teacher(Net):
         assert state["words"] == ["no", "tensor"]
 
 
-def _taught(folder: str) -> torch.Tensor:
+def _with_teacher(folder: str) -> torch.Tensor:
     module = Teacher()
     keep = ModelCheckpoint(folder, every_n_train_steps=3)
     _fit(module, DASOStrategy(**BASE, **CYCLING), enable_checkpointing=True, callbacks=keep)
@@ -187,7 +193,7 @@ def _taught(folder: str) -> torch.Tensor:
 
 
 def test_at_the_end_frozen_values_are_alike_too(tmp_path: Path) -> None:
-    results = run(_taught, 3, str(tmp_path), nodes=NODES)
+    results = run(_with_teacher, 3, str(tmp_path), nodes=NODES)
     assert all(torch.equal(result, results[0]) for result in results)
 
 

@@ -128,7 +128,7 @@ def test_a_stopped_run_goes_on_bitwise(tmp_path: Path, kind: Any, options: dict[
             assert torch.equal(second["weights"], whole["weights"]), case
 
 
-class Deaf(pl.Callback):
+class NoRequest(pl.Callback):
     """Rank 0 does not get the request."""
 
     def on_train_start(self, trainer: pl.Trainer, *_: Any) -> None:
@@ -138,7 +138,7 @@ class Deaf(pl.Callback):
 
 
 def _unanswered(kind: Any) -> None:
-    settings = {**FAST, "max_epochs": 50, "callbacks": [Deaf(), Terminated(3)]}
+    settings = {**FAST, "max_epochs": 50, "callbacks": [NoRequest(), Terminated(3)]}
     trainer = pl.Trainer(strategy=kind(**BASE), **settings)
     trainer.fit(Net(), DataLoader(dataset(96), batch_size=4))
 

@@ -77,13 +77,13 @@ def test_under_slurm_the_job_is_requeued_and_goes_on(tmp_path: Path, signum: int
 SCRIPT = """
 import sys
 sys.path.insert(0, {here!r})
-from test_sigterm_saved import Sleepy, train
+from test_sigterm_saved import SlowSteps, train
 if __name__ == "__main__":
-    train({kind!r}, {folder!r}, callbacks=[Sleepy({folder!r})], devices=2)
+    train({kind!r}, {folder!r}, callbacks=[SlowSteps({folder!r})], devices=2)
 """
 
 
-class Sleepy(pl.Callback):
+class SlowSteps(pl.Callback):
     """Trains slowly; reports that it has begun."""
 
     def __init__(self, folder: str) -> None:

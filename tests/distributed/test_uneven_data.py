@@ -25,7 +25,7 @@ class AdamW(Net):
         super().__init__("adamw")
 
 
-class Told(Net):
+class WithCosts(Net):
     """Has a hook with the costs of samples."""
 
     def sample_cost(self, index: int) -> int:
@@ -36,7 +36,7 @@ class Told(Net):
 CASES: dict[str, tuple[dict[str, Any], Any, dict[str, Any], dict[str, Any]]] = {
     "additive": ({**ADDITIVE, "balance": "off"}, Net, {}, {}),
     "padded": ({**PADDED, "balance": "off"}, Net, {}, {}),
-    "additive, measured": ({**ADDITIVE, "rebalance_every_n_steps": 1}, Told, {}, {}),
+    "additive, measured": ({**ADDITIVE, "rebalance_every_n_steps": 1}, WithCosts, {}, {}),
     "padded, measured, workers": ({**PADDED, "rebalance_every_n_steps": 1}, Net, {}, {"loader": {"num_workers": 1}}),
     "additive, changed mid-run": (ADDITIVE, Net, {}, {"changes": {3: [5.0, 1.0, 1.0], 17: [1.0, 8.0, 0.0]}}),
     "padded, changed mid-run": (PADDED, Net, {}, {"changes": {3: [5.0, 1.0, 1.0], 17: [0.0, 8.0, 1.0]}}),
@@ -143,7 +143,7 @@ def test_a_run_resumes_in_mid_epoch(tmp_path: Path, options: dict[str, Any]) -> 
 # -- costs that explain nothing ----------------------------------------------------------------------------
 
 
-def _misled() -> tuple[torch.Tensor, list[int], list[str], bool]:
+def _with_useless_costs() -> tuple[torch.Tensor, list[int], list[str], bool]:
     CostEvidence.off = lambda self: (0.4, 0.02)  # type: ignore[method-assign]
     module = Net()
     strategy = HeteroDDPStrategy(global_batch_size=12, sample_cost=COSTS, rebalance_every_n_steps=2, balance="auto")
@@ -158,7 +158,7 @@ def _misled() -> tuple[torch.Tensor, list[int], list[str], bool]:
 
 
 def test_costs_that_do_not_explain_times_are_left_with_one_warning() -> None:
-    truth, ranks = parameters(oracle(Net, 12)), run(_misled, 2)
+    truth, ranks = parameters(oracle(Net, 12)), run(_with_useless_costs, 2)
     for weights, *_ in ranks:
         assert error(weights, truth) <= 1e-10
     assert [len(messages) for _, _, messages, _ in ranks] == [1, 0]

@@ -47,12 +47,12 @@ def test_a_wrong_average_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     """The control: a rank with other weights, and a process with another result."""
     usual = selftest.run
 
-    def spoilt(part: str, here: Devices, world: int, *args: str) -> Any:
+    def wrong_result(part: str, here: Devices, world: int, *args: str) -> Any:
         outcomes = usual(part, here, world, *args)
         outcomes[-1].report["weights"][0] += 1e-3
         return outcomes
 
-    monkeypatch.setattr(selftest, "run", spoilt)
+    monkeypatch.setattr(selftest, "run", wrong_result)
     assert [row.verdict for row in selftest._exactness(CPUS)] == ["ok", "FAILED", "FAILED"]
 
 
