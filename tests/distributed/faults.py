@@ -219,7 +219,7 @@ def went_on(outcomes: list[Outcome], lost: dict[int, str], steps: int = STEPS) -
         assert record.weights.isfinite().all()
         named = {rank: how for loss in record.losses for rank, how in loss.lost.items()}
         assert named.keys() == lost.keys()
-        texts = " ".join(texts for _, texts in record.messages)
+        texts = " ".join(text for _, text in record.messages)
         for rank, why in lost.items():
             assert named[rank].startswith(why), named[rank]
             assert f"rank {rank} {why}" in texts
