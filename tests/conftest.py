@@ -11,15 +11,15 @@ from lightning_utilities.core.rank_zero import rank_zero_only
 
 # Before torch is imported anywhere: ranks share this machine's cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# The same last places on every processor: MKL takes square roots by other instructions on each.
+# The same last digits on every processor: MKL computes square roots by other instructions on each.
 os.environ.setdefault("MKL_CBWR", "COMPATIBLE")
-# Processes that are forked cannot use CUDA where their parent has begun it, as asking whether there is a device does.
+# Forked processes cannot use CUDA if their parent has initialized it, which the question for a device would do.
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
-# PyTorch's store asks for the names of addresses, on both sides of each connection. Without an answer that takes 5 s.
+# PyTorch's store looks up the names of addresses on both sides of each connection, which may take 5 s in vain.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
-# `ranks` and `tasks`, which run functions on several ranks, and `scripts`; and `fake_device`.
+# For imports of `ranks` and `tasks`, which run functions on several ranks, of `scripts` and of `fake_device`.
 sys.path[:0] = [str(Path(__file__).parent / "distributed"), str(Path(__file__).parent / "accelerator")]
-# The same examples in every run, so that a failure is never a matter of luck; set HYPOTHESIS_PROFILE to explore.
+# The same examples in every run, so that failures can be repeated; set HYPOTHESIS_PROFILE to try others.
 settings.register_profile("repeatable", deadline=None, derandomize=True, database=None)
 settings.register_profile("explore", deadline=None, max_examples=2000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
@@ -36,7 +36,7 @@ def _nothing_is_left_for_later_tests() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def _temporary_files_go_with_the_tests(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Also those of jobs that fail, which keep the traceback of each rank for their user."""
+    """Temporary files of failed jobs go too; these keep the traceback of each rank for their user."""
     folder = tmp_path_factory.mktemp("tmp", numbered=False)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TMPDIR", str(folder))
@@ -44,7 +44,7 @@ def _temporary_files_go_with_the_tests(tmp_path_factory: pytest.TempPathFactory)
         yield
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest takes those that `-m` selects
+@pytest.hookimpl(tryfirst=True)  # before pytest selects by `-m`
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """With ``long(after=n)``, the first ``n`` cases of a test are not long."""
     cases: Counter[str] = Counter()
@@ -58,7 +58,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_sessionfinish() -> None:
-    """End MPI where a test has begun it in this process: workers of xdist end without it, and leave memory behind."""
+    """End MPI if a test has begun it in this process: workers of xdist end without that, and leave shared memory."""
     mpi = sys.modules.get("mpi4py.MPI")
     if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized():
         mpi.Finalize()

@@ -51,7 +51,7 @@ def blocks(*languages: str) -> list[Block]:
 
 
 def inline_commands() -> list[Block]:
-    """Commands in the middle of a text."""
+    """Commands within the text of a page."""
     pattern = re.compile(r"`((?:python|bash|mpiexec|torchrun|make|pip install|lightning-hetero) [^`]+)`")
     return [
         Block(page, text[: found.start()].count("\n") + 1, "bash", found.group(1).replace("\n", " "), "")
@@ -63,7 +63,7 @@ def inline_commands() -> list[Block]:
 
 
 def commands(text: str) -> list[list[str]]:
-    """The commands of a block, word by word; without comments, ``sudo`` and variables that are set for them."""
+    """The commands of a block, split into words; without comments, ``sudo`` and their variables."""
     found = []
     for line in text.replace("\\\n", " ").splitlines():
         for part in re.split(r" (?:&&|\|\|?|;|&) ", line + " "):
@@ -85,19 +85,19 @@ def prose(page: Path) -> str:
 
 
 def links(page: Path) -> list[str]:
-    """Where a page leads to within the repository."""
+    """Targets within the repository of the links of a page."""
     found = re.findall(r"\]\(([^)\s]+)\)", prose(page))
     return [target for target in found if not target.startswith(("http://", "https://"))]
 
 
 def anchors(page: Path) -> set[str]:
-    """Its headings, as links name them."""
+    """The headings of a page, as links name them."""
     headings = re.findall(r"^#+ (.*)$", prose(page), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
 
 
 def rows(page: Path) -> Iterator[list[str]]:
-    """The cells of all rows of a page's tables, without the heads."""
+    """The cells of all rows of a page's tables, without the table heads."""
     for table in re.findall(r"(?:^\|.*\n?)+", page.read_text(), re.MULTILINE):
         for line in table.splitlines()[2:]:
             yield [cell.strip() for cell in line.strip("|").split("|")]
@@ -109,5 +109,5 @@ def named_tests(text: str) -> list[tuple[str, str | None]]:
 
 
 def files_named(name: str) -> list[Path]:
-    """What a name or pattern stands for."""
+    """Files that a name or pattern stands for."""
     return sorted(ROOT.glob(name)) if name.startswith("tests/") else sorted((ROOT / "tests").rglob(name))

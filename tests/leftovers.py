@@ -1,4 +1,4 @@
-"""Finds what a test leaves behind: processes that it has started, however indirectly, and files in shared memory."""
+"""Finds leftovers of a test: processes that it has started, directly or not, and files in shared memory."""
 
 import os
 import subprocess
@@ -12,15 +12,15 @@ from typing import Any
 import psutil
 
 _NAME = "LIGHTNING_HETERO_TEST"
-_GONE = 20.0  # seconds in which other tests, which have files in shared memory for a moment, remove theirs
-_PATIENCE = 5.0  # seconds in which what ends by itself has ended
+_GONE = 20.0  # seconds in which other tests remove their files in shared memory
+_PATIENCE = 5.0  # seconds in which processes that end by themselves have ended
 
 
 @contextmanager
 def watched() -> Iterator[Callable[..., list[psutil.Process]]]:
-    """All processes started within carry a mark; the value lists those that stay. None outlives the block.
+    """Mark all processes that start in this block; the value lists those that are left. None outlives the block.
 
-    ``patience=0`` lists those of this moment.
+    ``patience=0`` lists those of this moment, without a wait.
     """
     mark = uuid.uuid4().hex
 
@@ -50,7 +50,7 @@ def watched() -> Iterator[Callable[..., list[psutil.Process]]]:
 
 
 def completed(command: Any, env: dict[str, str] | None = None, patience: float = _PATIENCE, **options: Any) -> Any:
-    """A command that ends well, and leaves no process behind; with what it has printed."""
+    """Run a command; fails if it fails, or leaves a process behind. Returns it with its output."""
     with watched() as running:
         env = {**(env or os.environ), _NAME: os.environ[_NAME]}
         options = {"capture_output": True, "text": True, "timeout": 400, "check": False, **options}
@@ -62,7 +62,7 @@ def completed(command: Any, env: dict[str, str] | None = None, patience: float =
 
 @contextmanager
 def nothing_left_in_memory() -> Iterator[None]:
-    """No file of this package that has appeared in shared memory in this block stays there, whatever happens."""
+    """Fail if a file of this package that has appeared in shared memory in this block is left, whatever happens."""
     before = _files()
     yield
     left, deadline = _files() - before, time.monotonic() + _GONE

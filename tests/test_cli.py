@@ -1,4 +1,4 @@
-"""The commands: options are explained, YAML and scripts are run, and what is missing is said."""
+"""The commands: options are explained, YAML and scripts are run, and missing packages are named."""
 
 import re
 import subprocess
@@ -16,7 +16,7 @@ from lightning_hetero.launch import script
 from lightning_hetero.strategies.table import ENTRIES
 
 FOLDER = Path(__file__).parents[1] / "examples" / "cli"
-# Knows nothing of this package: neither the names of its strategies nor where to find them.
+# A script that does not mention this package or its modules.
 SCRIPT = """
 import sys
 
@@ -124,7 +124,9 @@ def test_the_doctor_refuses_in_a_line(arguments: list[str], words: str, capsys, 
 @pytest.mark.long(after=1)
 @pytest.mark.parametrize("entry", ENTRIES, ids=[entry.name for entry in ENTRIES])
 def test_options_are_explained(entry, monkeypatch, capsys) -> None:
-    text = said(["fit", "--trainer.strategy.help", f"lightning_hetero.{entry.strategy.__name__}"], monkeypatch, capsys)
+    text = output(
+        ["fit", "--trainer.strategy.help", f"lightning_hetero.{entry.strategy.__name__}"], monkeypatch, capsys
+    )
     expected = ["splits every global batch by measured speed", "longest wait for other ranks", "default: auto"]
     if entry.replica != "world":
         expected.append("leaves the replica out")
@@ -134,13 +136,13 @@ def test_options_are_explained(entry, monkeypatch, capsys) -> None:
         expected += ["how fast the center moves", 'alpha; ``"auto"``: beta / p']
     for words in expected:
         assert words.lower() in text.lower(), words
-    assert not re.search(r"(?<!, )likewise\. \(type", text)  # refers to what cannot be seen here
+    assert not re.search(r"(?<!, )likewise\. \(type", text)  # refers to a text that is not shown here
     assert "as for :class:" not in text
 
 
 def test_a_strategys_own_options_come_first_and_ddps_only_on_request(monkeypatch, capsys) -> None:
     arguments = ["fit", "--trainer.strategy.help", "lightning_hetero.DASOStrategy"]
-    text = said(arguments, monkeypatch, capsys)
+    text = output(arguments, monkeypatch, capsys)
     options = re.findall(r"--trainer\.strategy\.(\w+) [A-Z{]", text)
     own = ["warmup", "cooldown", "global_every", "wait"]
     assert options[:4] == own
@@ -148,13 +150,13 @@ def test_a_strategys_own_options_come_first_and_ddps_only_on_request(monkeypatch
     ddp = {"gradient_as_bucket_view", "static_graph", "ddp_comm_state", "accelerator"}
     assert not ddp & set(options)
     assert "To see them too, add --all-options" in text
-    everything = said([*arguments, "--all-options"], monkeypatch, capsys)
+    everything = output([*arguments, "--all-options"], monkeypatch, capsys)
     assert ddp <= set(re.findall(r"--trainer\.strategy\.(\w+) [A-Z{]", everything))
 
 
 @pytest.mark.parametrize("argument", ["--trainer.strategy.help hetero_daso", "--trainer.strategy.help=hetero_daso"])
 def test_the_help_of_a_strategy_by_its_string(argument: str, monkeypatch, capsys) -> None:
-    text = said(["fit", *argument.split()], monkeypatch, capsys)
+    text = output(["fit", *argument.split()], monkeypatch, capsys)
     assert "--trainer.strategy=lightning_hetero.DASOStrategy" in text
     assert "--trainer.strategy.warmup" in text
 
@@ -162,10 +164,10 @@ def test_the_help_of_a_strategy_by_its_string(argument: str, monkeypatch, capsys
 def test_ddps_options_still_work(monkeypatch, capsys) -> None:
     monkeypatch.syspath_prepend(str(FOLDER))
     option = "--trainer.strategy.init_args.dict_kwargs.static_graph=true"
-    text = said(["fit", "-c", str(FOLDER / "daso.yaml"), option, "--print_config"], monkeypatch, capsys)
+    text = output(["fit", "-c", str(FOLDER / "daso.yaml"), option, "--print_config"], monkeypatch, capsys)
     assert "static_graph: true" in text
     for words in ("class_path: lightning_hetero.DASOStrategy", "wait: auto", "rebalance_every_n_steps: 4"):
-        assert words in text  # what is in force is printed
+        assert words in text  # the resulting options are printed
 
 
 @pytest.mark.parametrize(
@@ -183,7 +185,7 @@ def test_help_imports_neither_torch_nor_lightning(arguments: list[str]) -> None:
 
 @pytest.mark.long
 def test_the_strings_are_registered_if_this_package_is_imported_before_lightning() -> None:
-    """In processes that have imported PyTorch only. The last two parts would import each other in a circle."""
+    """Only PyTorch is imported before. The last two parts would otherwise import each other in a circle."""
     code = """
 import importlib, os, sys
 import torch._dynamo, torchmetrics  # which Lightning imports: most of the time, and needed only once
@@ -234,14 +236,14 @@ def test_what_is_wrong_is_said_without_a_page_of_options(argument, words, monkey
     monkeypatch.setattr(sys, "argv", ["lightning-hetero"])
     with pytest.raises(SystemExit, match=r"^2$"):
         main(["fit", "-c", str(FOLDER / "ddp.yaml"), argument])
-    said = capsys.readouterr().err
+    errors = capsys.readouterr().err
     for word in words:
-        assert word in said
-    assert "usage:" not in said
+        assert word in errors
+    assert "usage:" not in errors
 
 
-def said(arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
-    """What a command prints before it ends."""
+def output(arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
+    """Output of a command that ends."""
     monkeypatch.setattr(sys, "argv", ["lightning-hetero"])
     with pytest.raises(SystemExit, match=r"^(0|None)$"):
         main(arguments)
@@ -266,7 +268,7 @@ def test_without_a_command_it_prints_help(capsys: pytest.CaptureFixture) -> None
 def test_without_the_import_the_error_is_that_of_the_page_of_mistakes() -> None:
     code = "from lightning.pytorch import Trainer; Trainer(strategy='hetero_ddp')"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=250, check=False)
-    told = "You selected an invalid strategy name: `strategy='hetero_ddp'`"
-    assert told in done.stderr
+    message = "You selected an invalid strategy name: `strategy='hetero_ddp'`"
+    assert message in done.stderr
     page = (Path(__file__).parents[1] / "docs" / "mistakes.md").read_text()
     assert "You selected an invalid strategy name: `strategy='hetero_...'`" in page

@@ -1,4 +1,4 @@
-"""The demo, for real: three trainings in processes of their own, a table, a picture, and nothing left behind."""
+"""The demo, run as a whole: three trainings in processes of their own, a table, a picture, and nothing left behind."""
 
 import signal
 import subprocess

@@ -1,4 +1,4 @@
-"""What is released: the sdist and the wheel hold what they should, and the wheel works without this checkout."""
+"""Releases: the sdist and the wheel hold what they should, and the wheel works without this checkout."""
 
 import os
 import re
@@ -44,7 +44,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def python(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The interpreter of a new environment with the wheel; what the wheel needs is found where these tests find it."""
+    """The interpreter of a new environment with the wheel; requirements come from the environment of these tests."""
     folder = tmp_path_factory.mktemp("environment")
     [wheel] = built.glob("*.whl")
     run(sys.executable, "-m", "venv", "--without-pip", folder)
@@ -56,7 +56,7 @@ def python(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def clean() -> dict[str, str]:
-    """The variables of this process, without those that would let a child find this checkout; MPI's library is here."""
+    """The variables of this process, without those by which a child would find this checkout; with MPI's library."""
     found = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "PYTEST"))}
     return {**found, "LD_LIBRARY_PATH": f"{sys.prefix}/lib:{found.get('LD_LIBRARY_PATH', '')}"}
 
@@ -130,8 +130,8 @@ def test_a_fit_writes_its_report(python: Path, tmp_path: Path) -> None:
 
 
 def test_the_command_is_installed(python: Path, tmp_path: Path) -> None:
-    told = run(python.parent / "lightning-hetero", "strategies", folder=tmp_path)
-    assert "hetero_ddp" in told
+    output = run(python.parent / "lightning-hetero", "strategies", folder=tmp_path)
+    assert "hetero_ddp" in output
     version = re.search(r'^version = "(.+)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
     assert version is not None
     assert run(python.parent / "lightning-hetero", "--version").split() == ["lightning-hetero", version.group(1)]

@@ -1,4 +1,4 @@
-"""What the READMEs and the pages in docs/ say runs, resolves and exists."""
+"""READMEs and pages in docs/: their code runs, their links resolve, and all that they name exists."""
 
 import argparse
 import contextlib
@@ -123,7 +123,7 @@ def test_the_first_script_runs_and_finds_the_fast_rank(tmp_path: Path) -> None:
 def test_commands_exist_and_take_these_options(
     block: Block, words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    """Nothing is run but the reading of options."""
+    """Only options are parsed; nothing is run."""
     monkeypatch.setattr(sys, "path", sys.path[:])
     monkeypatch.setattr(sys, "modules", dict(sys.modules))
     monkeypatch.setattr(argparse.ArgumentParser, "parse_args", _read_and_stop(argparse.ArgumentParser.parse_args))
@@ -138,7 +138,7 @@ def test_commands_exist_and_take_these_options(
 
 
 class Read(Exception):  # noqa: N818 - no error
-    """The options have been read, without an error."""
+    """The options were read without an error."""
 
 
 def _read_and_stop(parse: Any) -> Any:
@@ -255,7 +255,7 @@ def test_named_tests_exist(page: Path) -> None:
 
 
 def test_every_mistake_is_provoked_by_a_test() -> None:
-    """The error of each row is named in the test file that a comment in the row names, or in test_refusals.py."""
+    """The error of each row is in the test file that a comment in the row names, or in test_refusals.py."""
     checked = 0
     for error, remedy in rows(ROOT / "docs" / "mistakes.md"):
         named = [name for name, _ in named_tests(error)] or ["test_refusals.py"]
@@ -269,14 +269,14 @@ def test_every_mistake_is_provoked_by_a_test() -> None:
 
 
 def test_every_error_is_in_the_table() -> None:
-    told = {kind for row in rows(ROOT / "docs" / "mistakes.md") for kind in re.findall(r"`(\w+Error)`", row[0])}
+    named = {kind for row in rows(ROOT / "docs" / "mistakes.md") for kind in re.findall(r"`(\w+Error)`", row[0])}
     kinds = {name for name, kind in vars(lightning_hetero.errors).items() if inspect.isclass(kind)}
-    assert kinds - {"HeteroError"} == told
+    assert kinds - {"HeteroError"} == named
 
 
 @pytest.mark.parametrize("page", ["mistakes.md", "features.md"])
 def test_pages_show_no_tests(page: str) -> None:
-    """Their names are for the source."""
+    """Names of tests are only in the source of the pages."""
     assert not named_tests(re.sub(r"<!--.*?-->", "", (ROOT / "docs" / page).read_text()))
 
 

@@ -82,7 +82,7 @@ def test_every_argument_section_is_of_arguments_that_exist() -> None:
 
 
 def test_every_error_that_a_function_raises_is_told() -> None:
-    """Where a public function itself raises one of this package's errors, a section names it."""
+    """If a public function itself raises one of this package's errors, a section names it."""
     missing = []
     for public in PUBLIC:
         if not isinstance(public.node, Function):

@@ -1,4 +1,4 @@
-"""The examples run as their readers would run them, learn, and do what they say; some are a loop by hand."""
+"""The examples run as readers would run them, learn, and do what they claim; some are compared with loops by hand."""
 
 import csv
 import importlib
@@ -61,14 +61,14 @@ def test_torchrun_with_two_ranks_on_one_node_and_one_on_the_other(
 
 
 def run(command: list[str | Path], folder: Path) -> str:
-    """What a command prints, in a folder of its own."""
+    """Output of a command that runs in this folder."""
     done = completed(command, cwd=folder)
     return done.stdout + done.stderr
 
 
 GPT_SIZES = {"text": 32 * 3200 + 1, "context": 32, "batch-size": 16, "width": 32, "layers": 1, "lr": 0.01, "write": 200}
 WINDOWS = 3200 * 19 // 20  # to train on
-HARMLESS = "does not have many workers|LeafSpec|tensorboardX"  # nothing that a user could act on, as in pyproject.toml
+HARMLESS = "does not have many workers|LeafSpec|tensorboardX"  # warnings that no user can act on, as in pyproject.toml
 
 
 @pytest.mark.long
@@ -192,7 +192,7 @@ def test_finetune(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     module = importlib.import_module("finetune_digits")
     pictures, labels = (part[:count] for part in module.images(*range(5, 10)))
     test = count // 5
-    said = json.loads((tmp_path / "results.json").read_text())
+    stored = json.loads((tmp_path / "results.json").read_text())
     for name in names:
         files = [tmp_path / name / f"epoch={epoch}.ckpt" for epoch in range(epochs + 1)]
         states = [torch.load(file, weights_only=True)["state_dict"] for file in files]
@@ -213,7 +213,7 @@ def test_finetune(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         scale = model.backbone[0][1].running_var.sqrt()
         assert ((model.backbone[0][1].running_mean - before) / scale).abs().max() < 0.05
         # The table tells the accuracy of these weights.
-        assert said[name][-1]["accuracy"] == pytest.approx(accuracy, abs=1e-6)
+        assert stored[name][-1]["accuracy"] == pytest.approx(accuracy, abs=1e-6)
         assert accuracy > 0.6  # guessing: 0.2
         shown = re.search(rf"^{name} +([\d.]+)% +[\d.]+ +\((\d+), (\d+)\)$", results[0][1], re.MULTILINE)
         assert float(shown.group(1)) == pytest.approx(100 * accuracy, abs=0.06)
@@ -227,7 +227,7 @@ NOTEBOOK = Path(__file__).parents[1] / "examples" / "first_steps.ipynb"
 
 
 def test_the_notebook_is_stored_without_outputs() -> None:
-    """They would be those of one machine, on one day."""
+    """Outputs would be those of one machine on one day."""
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     nbformat.validate(notebook)
     code = [cell for cell in notebook.cells if cell.cell_type == "code"]
@@ -263,7 +263,7 @@ def test_the_notebook_runs_and_the_fast_device_takes_more(tmp_path: Path) -> Non
 
 
 def _shown(cell: nbformat.NotebookNode) -> tuple[str, str]:
-    """What a cell has printed, and its HTML."""
+    """Printed text of a cell, and its HTML."""
     assert not [output for output in cell.outputs if output.output_type == "error"]
     printed = "".join(output.text for output in cell.outputs if output.output_type == "stream")
     return printed, "".join(output.data.get("text/html", "") for output in cell.outputs if "data" in output)
@@ -389,7 +389,7 @@ class Printing:
         return self._file.read_text()
 
     def wait_for(self, pattern: str, seconds: float = 200.0) -> re.Match[str]:
-        """What it prints, as soon as it does."""
+        """First match of the pattern in the output, as soon as it is printed."""
         until = time.monotonic() + seconds
         while (found := re.search(pattern, self.output)) is None:
             assert self.process.poll() is None, self.output[-4000:]

@@ -1,4 +1,4 @@
-"""`benchmarks/peers`: what its tables say about runs that are made by hand, and when ranks stop."""
+"""`benchmarks/peers`: tables of runs that are made by hand, and the end of runs."""
 
 import argparse
 import math
@@ -16,7 +16,7 @@ PEERS = Path(__file__).parents[1] / "benchmarks" / "peers"
 
 @pytest.fixture(autouse=True)
 def _its_modules(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They import each other by plain names, which other tests shall not see."""
+    """Let the benchmark's modules import each other by plain names, which other tests must not see."""
     monkeypatch.setattr(sys, "modules", dict(sys.modules))
     monkeypatch.setattr(sys, "path", [str(PEERS), str(PEERS.parent / "cluster"), *sys.path])
     for name in ("RANK", "WORLD_SIZE"):
@@ -111,7 +111,7 @@ def test_the_best_learning_rate_is_that_with_the_least_loss_after_equal_steps() 
 
 
 def test_samples_per_second_of_ranks_at_their_own_pace() -> None:
-    """One rank does 32 samples in a second and the other 160; the latter ends first, and that ends the window."""
+    """One rank does 32 samples in a second, the other 160; the second one ends first, and so does the window."""
     import outcome
 
     ranks = [rank_of(40, 0.5, 0), rank_of(60, 0.1, 0)]
@@ -142,10 +142,10 @@ def test_all_ranks_stop_at_the_same_step(monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert next(step for step in range(11, 100) if not boards[0].go_on(step)) == 33
     assert boards[1].go_on(32)
     assert not boards[1].go_on(33)
-    apart = common.Board(tmp_path / "other", task, together=False)
-    assert apart.go_on(0)
+    separate = common.Board(tmp_path / "other", task, together=False)
+    assert separate.go_on(0)
     now[0] = 12.0
-    assert not apart.go_on(7)
+    assert not separate.go_on(7)
 
 
 def test_weights_are_tested_as_the_mean_of_all_ranks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -160,12 +160,12 @@ def test_weights_are_tested_as_the_mean_of_all_ranks(monkeypatch: pytest.MonkeyP
         before = common.flat(net)
     for rank, sign in (("0", 1), ("1", -1)):
         monkeypatch.setenv("RANK", rank)
-        apart = 0.1 * sign * torch.randn(before.shape, generator=torch.Generator().manual_seed(1))
-        torch.nn.utils.vector_to_parameters(before + apart, net.parameters())
-        notes = common.Notes(every=2)
+        offset = 0.1 * sign * torch.randn(before.shape, generator=torch.Generator().manual_seed(1))
+        torch.nn.utils.vector_to_parameters(before + offset, net.parameters())
+        record = common.Record(every=2)
         for _ in range(3):
-            notes.begin(net, 4)
-        notes.leave(net, tmp_path)
+            record.begin(net, 4)
+        record.leave(net, tmp_path)
     found = common.tested(tmp_path, 2)
     assert [step for step, _ in found["course"]] == [0, 2]
     assert found["left"][0] == pytest.approx(expected, abs=1e-3)  # up to rounding of the mean
@@ -186,7 +186,7 @@ def test_ranks_read_parts_of_the_text_that_do_not_meet(monkeypatch: pytest.Monke
     seen = [row.tobytes() for part in parts for row in part.part.numpy()]
     assert Counter(seen) == Counter(row.tobytes() for row in training.numpy())
     read = set(seen)
-    assert sum(row.tobytes() in read for row in test.numpy()) < 0.1 * len(test)  # what many files repeat
+    assert sum(row.tobytes() in read for row in test.numpy()) < 0.1 * len(test)  # text that many files repeat
     assert not torch.equal(parts[0].part, Text(10, seed=2).part)
 
 
@@ -200,12 +200,12 @@ def test_each_contender_has_its_system(capsys: pytest.CaptureFixture, tmp_path: 
     options = argparse.Namespace(envs=tmp_path, make_envs=False)
     found = systems.interpreters(names, options)
     assert {system.script for system in found} == {"lightning_job.py", "torch_job.py"}
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     for peer in ("torchft==0.2.0", "hivemind==1.1.12", "accelerate==1.15.0"):
-        assert peer in said
-    assert "Left out: torchft_diloco:every=16." in said
+        assert peer in output
+    assert "Left out: torchft_diloco:every=16." in output
     commands = systems.steps_to_make(systems.system_of("torchft_diloco"), tmp_path)
-    assert commands[1][-3:] == ["-c", str(systems.CONSTRAINTS), "torch"]  # before what could choose another one
+    assert commands[1][-3:] == ["-c", str(systems.CONSTRAINTS), "torch"]  # before lines that could choose another
 
 
 def test_without_a_seed_nothing_is_paired() -> None:

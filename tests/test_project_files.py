@@ -1,4 +1,4 @@
-"""CITATION.cff, SECURITY.md and what says the version: compared with the code and the pages."""
+"""CITATION.cff, SECURITY.md and all places with the version: compared with the code and the pages."""
 
 import ast
 import re
@@ -23,7 +23,7 @@ def test_all_say_the_same_version() -> None:
     assert project.group(1) == lightning_hetero.__version__ == str(CITATION["version"])
 
 
-@pytest.mark.parametrize("name", ["lightning", "pytorch-lightning"])  # the one installs the other
+@pytest.mark.parametrize("name", ["lightning", "pytorch-lightning"])  # the first one installs the second
 def test_the_malicious_releases_of_lightning_are_never_installed(name: str) -> None:
     text = (ROOT / "pyproject.toml").read_text()
     listed = re.search(r"^dependencies = \[\n(.*?)^\]", text, re.MULTILINE | re.DOTALL)
@@ -97,10 +97,10 @@ def files_in(row: list[str]) -> set[str]:
 @pytest.mark.parametrize(("what", "kind"), [("listens", listens), ("unpickles", unpickles)])
 def test_what_the_page_lists_is_what_the_code_does(what: str, kind: object) -> None:
     does = {file for file, tree in TREES.items() if any(kind(call) for call in calls(tree))}  # type: ignore[operator]
-    told = {name for row in rows(SECURITY) for name in files_in(row)}
-    assert does <= told
+    listed = {name for row in rows(SECURITY) for name in files_in(row)}
+    assert does <= listed
     assert len(does) >= 2
-    assert all((PACKAGE / name).exists() for name in told)
+    assert all((PACKAGE / name).exists() for name in listed)
 
 
 def test_where_a_token_is_asked_for_it_is_compared_in_constant_time() -> None:
@@ -111,5 +111,5 @@ def test_where_a_token_is_asked_for_it_is_compared_in_constant_time() -> None:
 
 
 def test_one_class_opens_listening_sockets() -> None:
-    """Of all whose peers are ranks; the job's stores are PyTorch's."""
+    """Of all sockets for peers that are ranks; stores of a job are PyTorch's."""
     assert [file for file in TREES if "create_server(" in (PACKAGE / file).read_text()] == ["comm/transport.py"]

@@ -1,4 +1,4 @@
-"""docs/promises.md lists what there is: names, strategies, options, commands, keys of checkpoints, versions."""
+"""docs/promises.md lists all promises: names, strategies, options, commands, keys of checkpoints, versions."""
 
 import inspect
 import json
@@ -118,12 +118,12 @@ def test_the_format() -> None:
 
 def test_the_oldest_versions_are_those_of_the_project() -> None:
     project = (ROOT / "pyproject.toml").read_text()
-    told = {row[0]: row[1] for row in ROWS if row[0] in ("Python", "Lightning", "PyTorch")}
+    versions = {row[0]: row[1] for row in ROWS if row[0] in ("Python", "Lightning", "PyTorch")}
     patterns = {"Python": r'requires-python = ">=([\d.]+)"', "Lightning": r'"lightning>=([\d.]+)[,"]'}
     for name, pattern in patterns.items():
-        assert told[name].split()[0] == re.search(pattern, project).group(1)  # type: ignore[union-attr]
+        assert versions[name].split()[0] == re.search(pattern, project).group(1)  # type: ignore[union-attr]
     oldest = re.search(r'"torch>=([\d.]+)"', project).group(1)  # type: ignore[union-attr]
-    assert told["PyTorch"].split()[0] == oldest
+    assert versions["PyTorch"].split()[0] == oldest
     assert f"OLDEST_TORCH={oldest}.0" in TEXT
 
 

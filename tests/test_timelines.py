@@ -1,4 +1,4 @@
-"""The time lines of README and of the strategies' pages follow the rules that they show."""
+"""The time lines of README and of the strategies' pages follow their own rules."""
 
 import re
 import sys
@@ -22,7 +22,7 @@ def lane_of(name: str, i: int) -> Any:
 
 
 def begun(lane: Any) -> list[list[int]]:
-    """Who exchanges with whom in the background, in the order of time."""
+    """Partners of each exchange in the background, in the order of time."""
     return [rows for at, rows, kind in sorted(lane.links) if kind == "hidden"]
 
 

@@ -8,7 +8,7 @@ from trajectories import CASES, RECORD, run_all
 
 from lightning_hetero.strategies.table import ENTRIES
 
-#: Their numbers depend on which rank comes first; tests of their own compare what is conserved.
+#: Their numbers depend on the order of ranks; other tests compare conserved sums.
 UNORDERED = {
     "hetero_easgd_async",
     "hetero_easgd_hogwild",
@@ -23,7 +23,7 @@ def test_every_string_has_a_case() -> None:
 
 
 def test_a_step_that_is_not_the_same_is_seen() -> None:
-    """The digests tell a change of one unit in the last place."""
+    """Digests show a change of one unit in the last place."""
     model = trajectories.Model("momentum")
     before = model.digest()
     model.first.weights.data[0] = model.first.weights.data[0].nextafter(model.first.weights.data[1])

@@ -1,4 +1,4 @@
-"""What `make test-upstream` makes of the outcomes of Lightning's tests. The tests themselves need a checkout of it."""
+"""Report of `make test-upstream` on the outcomes of Lightning's tests. The tests themselves need a checkout of it."""
 
 import json
 import sys

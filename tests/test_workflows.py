@@ -1,4 +1,4 @@
-"""What runs on GitHub: its commands are those of the Makefile, its versions those of the project; publishing docs."""
+"""Workflows on GitHub: their commands are in the Makefile, their versions are the project's; publishing of docs."""
 
 import contextlib
 import os
@@ -108,7 +108,7 @@ def test_each_pinned_version_can_be_installed_on_each_python_that_takes_it() -> 
 
 @pytest.mark.parametrize("torch", ["", "2.4.0"])
 def test_the_constraints_of_the_oldest(torch: str, tmp_path: Path) -> None:
-    """As the Makefile makes them: each package is pinned once."""
+    """They are made as in the Makefile: each package is pinned once."""
     for name in ("constraints.txt", "constraints-oldest.txt", "Makefile", "pyproject.toml"):
         (tmp_path / name).write_text((ROOT / name).read_text())
     ready = re.search(r"^\t@(awk .*?constraints.txt)$", MAKEFILE, re.MULTILINE | re.DOTALL)
@@ -128,7 +128,7 @@ def test_the_constraints_of_the_oldest(torch: str, tmp_path: Path) -> None:
 
 
 def test_only_what_must_write_may() -> None:
-    """The default is to read; each right beyond is one job's."""
+    """The default is to read; only one job has each further right."""
     assert all(content["permissions"] == {"contents": "read"} for content in FILES.values())
     rights = {f"{file}/{name}": job["permissions"] for file, name, job in jobs() if "permissions" in job}
     assert rights == {"docs/publish": {"contents": "write"}, "release/publish": {"id-token": "write"}}
@@ -155,7 +155,7 @@ def test_actions_are_pinned_and_jobs_end() -> None:
 
 @pytest.mark.parametrize(("file", "name", "job"), jobs(), ids=[f"{file}/{name}" for file, name, _ in jobs()])
 def test_shell_is_given_names_of_refs_as_variables(file: str, name: str, job: dict[str, Any]) -> None:
-    """What a pull request can choose must not be read as a command."""
+    """Text that a pull request can choose must not be read as a command."""
     assert not [text for text in steps(job, "run") if "${{" in text]
 
 
@@ -202,7 +202,7 @@ def git(*arguments: str, folder: Path) -> str:
 
 
 def test_the_workflows_own_lines_publish(site: Path, tmp_path: Path) -> None:
-    """In a clone, first where the branch is not there yet; others have pushed between two publications."""
+    """In a clone, first without the branch; others have pushed between two publications."""
     [script] = steps(FILES["docs"]["jobs"]["publish"], "run")
     origin, clone = tmp_path / "origin.git", tmp_path / "clone"
     git("init", "--quiet", "--bare", "--initial-branch=main", str(origin), folder=tmp_path)

@@ -104,7 +104,7 @@ def data() -> list[list[float]]:
 
 
 def trajectories(names: list[str]) -> dict[str, list[str]]:
-    """What a rank of a job does: of each case, the digests after each step and at the end of the fit."""
+    """Train each case on this rank; returns the digests after each step and at the end of the fit."""
     by_name = {entry.name: entry for entry in ENTRIES}
     found = {}
     for name in names:

@@ -15,5 +15,5 @@ def fake(pytestconfig: pytest.Config) -> str:
 
 @pytest.fixture
 def device(request: pytest.FixtureRequest) -> str:
-    """What ``fake_device.load`` takes: ``"cuda"`` on a machine with such a device, otherwise the fake accelerator."""
+    """Argument for ``fake_device.load``: ``"cuda"`` on a machine with such a device, otherwise the fake accelerator."""
     return "cuda" if torch.cuda.device_count() else request.getfixturevalue("fake")

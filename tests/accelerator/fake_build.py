@@ -16,7 +16,7 @@ _OLDEST = (2, 13)
 
 
 def problem() -> str | None:
-    """Why the device cannot be built here, if so."""
+    """Reason that the device cannot be built here, if there is one."""
     version = tuple(int(part) for part in re.findall(r"\d+", torch.__version__)[:2])
     if version < _OLDEST:
         return f"the fake accelerator is written for PyTorch {'.'.join(map(str, _OLDEST))}; this is {torch.__version__}"
@@ -32,7 +32,7 @@ def library(folder: Path) -> Path:
         folder: where it is kept. Older ones there are removed.
 
     Raises:
-        RuntimeError: with what the compiler says.
+        RuntimeError: with the compiler's output.
     """
     files = sorted(SOURCE.iterdir())
     mark = hashlib.sha256(b"".join(file.read_bytes() for file in files) + torch.__version__.encode()).hexdigest()[:16]

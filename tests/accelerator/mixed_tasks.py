@@ -1,4 +1,4 @@
-"""What tests of mixed jobs run on ranks: the life of a model, on the device of one rank and the CPU of another."""
+"""Tasks for the ranks of mixed jobs: the life of a model, on the device of one rank and the CPU of another."""
 
 import os
 import warnings
@@ -63,8 +63,8 @@ class MixedNet(EvaluatedNet):
         return torch.optim.AdamW(self.parameters(), lr=0.01)
 
 
-class AtHome(pl.Callback):
-    """All that belongs to the model is on this rank's own device, after every step."""
+class OnOwnDevice(pl.Callback):
+    """Checks after every step that all that belongs to the model is on this rank's own device."""
 
     def on_train_batch_end(self, trainer: pl.Trainer, module: Any, *_: Any) -> None:
         home = {trainer.strategy.root_device.type}
@@ -93,7 +93,7 @@ def same(one: torch.Tensor, other: torch.Tensor) -> bool:
 def fit(row: Row, accelerator: str, save: tuple[str, int] | None = None, resume: str | None = None) -> dict[str, Any]:
     """Fits with validation, saves on the way, then validates and tests."""
     module, (training, evaluation) = MixedNet(row.momentum), loaders()
-    callbacks = [AtHome(), *([Save(*save, stop=False)] if save else [])]
+    callbacks = [OnOwnDevice(), *([Save(*save, stop=False)] if save else [])]
     trainer = pl.Trainer(
         strategy=row.strategy(),
         **{**FAST, "accelerator": accelerator, "devices": "auto" if accelerator == "fake" else 1},
@@ -112,14 +112,14 @@ def fit(row: Row, accelerator: str, save: tuple[str, int] | None = None, resume:
 
 
 def truth(module: MixedNet) -> float:
-    """The loss over all samples, here."""
+    """The loss over all samples, computed in this process."""
     module = module.to("cpu").eval()
     with torch.no_grad():
         return float(module.loss(dataset(31)[:]))
 
 
 def life(row: Row, folder: str, library: str) -> dict[str, Any]:
-    """First rank 0 has the device; the same on rank 1 goes on from what was saved; then on rank 0 again."""
+    """Train with the device on rank 0; resume with the device on rank 1; resume again as at first."""
     warnings.filterwarnings("ignore", "Be aware that when using `ckpt_path`, callbacks")
     warnings.filterwarnings("ignore", "Replicas have not met between step")
     rank, there, back = int(os.environ["RANK"]), str(Path(folder, "there.ckpt")), str(Path(folder, "back.ckpt"))
@@ -135,7 +135,7 @@ def life(row: Row, folder: str, library: str) -> dict[str, Any]:
 
 
 def devices_in(path: Path) -> set[str]:
-    """Where the tensors of a file were when it was written."""
+    """Devices on which the tensors of a file were when it was written."""
     seen: set[str] = set()
 
     def place(storage: Any, location: str) -> Any:

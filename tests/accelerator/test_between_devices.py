@@ -1,4 +1,4 @@
-"""Replicas that exchange over NCCL, by a fake one on CPUs: the same means, and who is lost ends the others."""
+"""Replicas that exchange over NCCL, by a fake one on CPUs: the same means, and a lost rank ends the others."""
 
 import os
 import signal
@@ -37,12 +37,12 @@ class Losing(Net):
 
 
 def fit(name: str, slow: str = "", module: type[Net] = Net, **options: Any) -> tuple[torch.Tensor, int, str]:
-    """Weights; sums over the fake NCCL; what was said about the route."""
+    """The weights, the number of sums over the fake NCCL, and the message about the route."""
     warnings.filterwarnings("ignore", "Ranks .* share ")
     accelerator = fake_device.load_if_given()
     fake_nccl.install()
     all_reduce.PIECE = 64  # several pieces
-    sums, said, usual = 0, list[str](), dist.all_reduce
+    sums, messages, usual = 0, list[str](), dist.all_reduce
 
     def counted(tensor: torch.Tensor, *args: Any, group: Any = None, **kwargs: Any) -> Any:
         nonlocal sums
@@ -52,22 +52,22 @@ def fit(name: str, slow: str = "", module: type[Net] = Net, **options: Any) -> t
             time.sleep(0.01 if over_nccl else 0.3)
         return usual(tensor, *args, group=group, **kwargs)
 
-    all_reduce.rank_zero_info = said.append
+    all_reduce.rank_zero_info = messages.append
     dist.all_reduce = counted
     model = module()
     strategy = STRATEGIES[name](balance="off", timeout=60, **options)
     settings = {**FAST, "accelerator": accelerator, "devices": 1, "num_nodes": int(os.environ["WORLD_SIZE"])}
     pl.Trainer(strategy=strategy, max_steps=6, **settings).fit(model, DataLoader(dataset(96), batch_size=4))
-    return parameters(model).cpu(), sums, " ".join(said)
+    return parameters(model).cpu(), sums, " ".join(messages)
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_means_are_those_of_gloo(name: str) -> None:
     hosts, cards = (run(fit, 2, name, nodes=[1, 1], between=between) for between in ("gloo", "nccl"))
-    for (weights, none, _), (over_nccl, _, said) in zip(hosts, cards, strict=True):
+    for (weights, none, _), (over_nccl, _, message) in zip(hosts, cards, strict=True):
         assert torch.equal(weights, over_nccl)  # the fake one sums as gloo does
         assert none == 0
-        assert not said  # nobody has asked which is faster
+        assert not message  # nobody has asked which is faster
     if name != "bf16":  # at a wire of 16 bits partial sums are rounded by the hosts
         assert all(sums >= 3 for _, sums, _ in cards)
 

@@ -1,4 +1,4 @@
-"""Nothing leaves a process but CPU tensors and builtins: what a rank with a device sends, and what it saves."""
+"""Only CPU tensors and builtins leave a process: messages and files of a rank with a device."""
 
 import io
 import os
@@ -53,7 +53,7 @@ def alone(fake: str) -> Callable[..., Any]:
 
 
 class Custom:
-    """Of a user: no collection."""
+    """An object of a user's class, which is no collection."""
 
     def __init__(self, device: str) -> None:
         self.tensor, self.device = torch.ones(3, device=device), torch.device(device)
@@ -115,8 +115,8 @@ def test_what_is_broadcast_arrives_where_the_receiver_computes(mixed, fake):
     assert mixed(fit, env={"FAKE_GLOO": "stage"}, nodes=[1, 1]) == [True, True]
 
 
-def kept_apart(kind: str) -> None:
-    """On a device rank: what it keeps on the CPU arrives on the CPU of others, also of those with a device."""
+def stays_on_cpu(kind: str) -> None:
+    """Tensors that a rank with a device keeps on its CPU arrive on the CPU of others, also of those with a device."""
     assert kind == "fake"
     home = torch.device("fake", 0)
     sent = {"there": torch.ones(1, device=home), "here": torch.ones(1), "device": home}
@@ -132,7 +132,7 @@ def kept_apart(kind: str) -> None:
 
 
 def test_what_a_device_rank_keeps_on_the_cpu_stays_there(alone):
-    alone(kept_apart)
+    alone(stays_on_cpu)
 
 
 # -- files --------------------------------------------------------------------------------------------------------
@@ -150,13 +150,13 @@ def for_a_file(kind: str) -> None:
     value = {"state": state, "pair": Pair([torch.ones(2, device=kind)], "text"), "cpu": torch.ones(1)}
     saved = portable(value)
     assert type(saved["state"]) is OrderedDict
-    assert saved["state"]._metadata == state._metadata  # tells versions of layers
-    assert saved["state"]["0.weight"] is saved["state"]["tied.weight"]  # or files of tied weights would grow
+    assert saved["state"]._metadata == state._metadata  # it has the versions of layers
+    assert saved["state"]["0.weight"] is saved["state"]["tied.weight"]  # otherwise files of tied weights would grow
     assert saved["state"]["0.weight"].device == CPU
     assert torch.equal(saved["state"]["0.weight"], state["0.weight"].cpu())
     assert (type(saved["pair"]), saved["pair"].first[0].device, saved["pair"].second) == (Pair, CPU, "text")
     assert saved["cpu"] is value["cpu"]
-    assert state["0.weight"].device.type == kind  # what is saved stays where it is
+    assert state["0.weight"].device.type == kind  # saving does not move the tensors
     locations = []
     file = io.BytesIO()
     torch.save(saved, file)
@@ -271,7 +271,7 @@ def test_batches_are_tried_in_the_memory_of_any_device(alone):
 
 
 class Plugin:
-    """As Lightning's for 16-mixed on a GPU."""
+    """A plugin like Lightning's for 16-mixed on a GPU."""
 
     def __init__(self) -> None:
         self.scaler = torch.amp.GradScaler("cpu")

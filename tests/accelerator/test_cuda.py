@@ -45,7 +45,7 @@ def test_ranks_that_share_a_device(row: Row) -> None:
 
 
 class FusedNet(MixedNet):
-    """With the form of an optimizer that ``on_nan="error"`` takes on a device."""
+    """Has a fused optimizer, as ``on_nan="error"`` needs one on a device."""
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=0.01, fused=True)

@@ -52,7 +52,7 @@ class Deep(pl.LightningModule):
 
 
 class Memory(pl.Callback):
-    """Bytes in use where a batch begins, and the most since then, of each step."""
+    """Bytes in use at the start of each step, and their peak within the step."""
 
     def __init__(self, module: Any) -> None:
         self.module, self.held, self.most = module, list[int](), list[int]()
@@ -66,7 +66,7 @@ class Memory(pl.Callback):
 
 
 class OnHost(pl.Callback):
-    """Bytes of all tensors on the host where a batch begins."""
+    """Bytes of all tensors on the host at the start of a step."""
 
     def on_train_batch_start(self, *_: Any) -> None:
         tensors = [t for t in gc.get_objects() if isinstance(t, torch.Tensor) and t.device.type == "cpu"]
@@ -74,7 +74,7 @@ class OnHost(pl.Callback):
 
 
 class Pinned(pl.Callback):
-    """Counts how often pinned memory is asked for, in each step."""
+    """Counts the requests for pinned memory before each step."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.count, self.steps, usual = 0, list[int](), staging.pinned
@@ -91,9 +91,9 @@ class Pinned(pl.Callback):
 
 
 def measured(row: Row) -> tuple[int, ...]:
-    """Parameters; bytes on the device between steps, and at most, once all strategies have exchanged.
+    """Number of parameters; bytes on the device between steps and at the peak, once all strategies have exchanged.
 
-    Then how often three steps, with exchanges, asked for pinned memory; and bytes on the host.
+    Then the requests for pinned memory in three steps with exchanges, and the bytes on the host.
     """
     warnings.filterwarnings("ignore", "Ranks .* share ")
     kind = fake_device.load_if_given()
@@ -111,7 +111,7 @@ def measured(row: Row) -> tuple[int, ...]:
 
 @pytest.fixture(scope="module")
 def nothing(request: pytest.FixtureRequest) -> dict[str, tuple[int, ...]]:
-    """What replicas take that never exchange, by the optimizer."""
+    """Memory of replicas that never exchange, by the optimizer's momentum."""
     device = "cuda" if torch.cuda.device_count() else request.getfixturevalue("fake")
     found = {}
     for momentum in ("plain", "nesterov"):

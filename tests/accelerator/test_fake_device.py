@@ -1,4 +1,4 @@
-"""The fake accelerator itself: what it refuses, and how its time passes. Each test runs in a process of its own."""
+"""The fake accelerator itself: its errors and its simulated time. Each test runs in a process of its own."""
 
 from collections.abc import Callable
 from typing import Any
@@ -32,20 +32,20 @@ def _loaded(function: Callable[..., Any]) -> Any:
 
 def refusals() -> list[str]:
     a, b = torch.ones(3, device="fake"), torch.ones(3)
-    said = []
+    messages = []
     for action in (lambda: a + b, lambda: b + a, lambda: torch.cat([a, b]), lambda: b.add_(a), lambda: a.numpy()):
         with pytest.raises((RuntimeError, TypeError)) as error:
             action()
-        said.append(str(error.value))
+        messages.append(str(error.value))
     assert torch.equal((a + torch.tensor(2.0)).cpu(), b + 2)  # a number may lie on the CPU
     assert torch.equal(a[torch.tensor([0, 2])].cpu(), b[:2])  # and so may indices
-    return said
+    return messages
 
 
 def test_tensors_of_two_devices_do_not_meet(on_device):
-    said = on_device(refusals)
-    assert ["found at least two devices" in text for text in said] == [True, True, True, True, False], said
-    assert "convert fake" in said[-1]
+    messages = on_device(refusals)
+    assert ["found at least two devices" in text for text in messages] == [True, True, True, True, False], messages
+    assert "convert fake" in messages[-1]
 
 
 def two_devices() -> None:
@@ -201,15 +201,15 @@ def staging() -> None:
         arrived.record()
     torch.fake.sleep(6 * MS)
     assert torch.fake.now() == before
-    x.zero_()  # what travels is what was there when the copy began
-    assert pinned.sum() == 0  # who does not wait reads what was there
+    x.zero_()  # the copy has the values from the moment at which it began
+    assert pinned.sum() == 0  # without waiting one reads the old values
     arrived.synchronize()
     assert pinned.sum() == 4096
     assert torch.fake.now() - before == pytest.approx(4 * MS)
     torch.fake.synchronize()
     assert torch.fake.now() - before == pytest.approx(6 * MS)  # not 10
     pageable.copy_(x, non_blocking=True)
-    assert torch.fake.now() - before == pytest.approx(10 * MS)  # nobody could copy it behind the host's back
+    assert torch.fake.now() - before == pytest.approx(10 * MS)  # the host waits for a copy to pageable memory
 
 
 def test_pinned_memory_is_copied_beside_kernels(on_device):

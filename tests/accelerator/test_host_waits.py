@@ -210,7 +210,7 @@ def counted_syncs(row: Row, connected: bool) -> list[int]:
 
 @pytest.mark.parametrize(("connected", "waits"), [(True, 0), (False, 4)])
 def test_means_that_are_logged_where_a_library_connects_all_ranks(fake: str, connected: bool, waits: int) -> None:
-    """There the host waits for none of them; over gloo to the host and back for each."""
+    """There the host waits for none of them; over gloo it waits for two copies for each, to the host and back."""
     env = {"FAKE_LIBRARY": fake, "FAKE_GLOO": "stage"}
     steps = run(counted_syncs, 2, Row("hetero_ddp"), connected, nodes=[1, 1], env=env)[0]
     assert len(steps) == STEPS - 3

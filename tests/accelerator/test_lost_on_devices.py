@@ -1,4 +1,4 @@
-"""Where GPUs average gradients, a lost rank ends the others within seconds, with its name; by a fake NCCL."""
+"""Lost ranks of GPUs that average gradients: the others end within seconds and name the rank; by a fake NCCL."""
 
 import os
 import signal
@@ -71,7 +71,7 @@ def start(folder: Path, how: str, library: str) -> list[subprocess.Popen[str]]:
 
 
 def ends(folder: Path, how: str, library: str = "") -> list[tuple[int, str, str]]:
-    """The exit status of each rank, and what it printed to each stream."""
+    """Exit status of each rank, and its output on each stream."""
     processes, found = start(folder, how, library), []
     try:
         for process in processes:
@@ -97,18 +97,18 @@ def test_the_others_say_who_was_lost_and_leave(
     request: pytest.FixtureRequest, tmp_path: Path, cards: bool, how: str, named: str, status: int
 ) -> None:
     library = request.getfixturevalue("fake") if cards else ""
-    (first, _, said), (second, printed, own) = ends(tmp_path, how, library)
+    (first, _, errors), (second, printed, own) = ends(tmp_path, how, library)
     late = time.time() - float(printed.split()[1])
-    assert (first, second) == (1, status), said + own
-    assert f"CommunicationError: {named}" in said
+    assert (first, second) == (1, status), errors + own
+    assert f"CommunicationError: {named}" in errors
     assert ("ValueError: a fault of rank 1" in own) == (how == "failed")
     assert late < 60  # of which 10 are a grace; the strategy's timeout is ten minutes
 
 
 @pytest.mark.long
 def test_fits_in_a_row_end_their_groups_together(tmp_path: Path) -> None:
-    for status, printed, said in ends(tmp_path, "well"):
-        assert status == 0, said
+    for status, printed, errors in ends(tmp_path, "well"):
+        assert status == 0, errors
         assert printed.count("trained over fake_nccl") == 1
 
 

@@ -54,7 +54,7 @@ def name(row: Row) -> str:
 
 
 def check(results: list[dict[str, Any]], folder: Path, row: Row) -> None:
-    """All ranks agree, every sample is evaluated once, files hold no device, and who goes on does so where it was."""
+    """Ranks agree, each sample is evaluated once, files hold no device, and resumed fits continue the first one."""
     for stage in ("first", "crossed", "returned"):
         own = [result[stage] for result in results]
         alike(own)
@@ -65,7 +65,7 @@ def check(results: list[dict[str, Any]], folder: Path, row: Row) -> None:
             assert (own[0]["final"] - results[0]["first"]["final"]).abs().max() <= row.limit, stage
     files = [*folder.rglob("*.ckpt"), *folder.rglob("*.pt")]
     assert len(files) == 2 if row.name in ("hetero_ddp", "hetero_auto") else len(files) > 4
-    nowhere(folder)
+    check_no_device(folder)
 
 
 def alike(results: list[dict[str, Any]]) -> None:
@@ -73,7 +73,7 @@ def alike(results: list[dict[str, Any]]) -> None:
         assert same(one["final"], results[0]["final"]), "the ranks differ"
 
 
-def nowhere(folder: Path) -> None:
+def check_no_device(folder: Path) -> None:
     for file in (*folder.rglob("*.ckpt"), *folder.rglob("*.pt")):
         assert devices_in(file) == {"cpu"}, file
 
@@ -88,7 +88,7 @@ def test_every_strategy_with_a_device_on_one_rank(device: str, tmp_path: Path, r
 @pytest.mark.long
 @pytest.mark.parametrize("row", FURTHER, ids=name)
 def test_further_options_with_a_device_on_one_rank(device: str, tmp_path: Path, row: Row) -> None:
-    env = {"FAKE_GLOO": row.gloo} if row.gloo else {}  # CUDA's tensors gloo stages anyway
+    env = {"FAKE_GLOO": row.gloo} if row.gloo else {}  # gloo stages CUDA's tensors anyway
     results = run(life, sum(row.nodes), row, str(tmp_path), device, nodes=list(row.nodes), env=env)
     check(results, tmp_path, row)
 

@@ -1,4 +1,4 @@
-"""What else goes between ranks, if one has a device: metrics, gathered tensors, saves in the background, lost ranks."""
+"""Other exchanges of mixed jobs: metrics, gathered tensors, saves in the background, lost and joining ranks."""
 
 import os
 import shutil
@@ -16,7 +16,7 @@ import torch
 import torchmetrics
 from growing import LATE, WaitsForOthers, grow
 from lightning.pytorch.callbacks import EMAWeightAveraging
-from mixed_tasks import AtHome, Row, devices_in, same, values
+from mixed_tasks import OnOwnDevice, Row, devices_in, same, values
 from ranks import attempt, run
 from tasks import FAST, EvaluatedNet, Killed, Net, Save, dataset
 from torch.utils.data import DataLoader
@@ -85,7 +85,7 @@ def test_metrics_and_gathered_tensors(device: str, row: Row) -> None:
 def kept(folder: str, steps: int) -> torch.Tensor:
     warnings.filterwarnings("ignore", "Replicas have not met between step")
     kind, module = fake_device.load_if_given(), Net()
-    callbacks = [ResumableCheckpoint(folder, every_n_steps=5), EMAWeightAveraging(decay=0.5), AtHome()]
+    callbacks = [ResumableCheckpoint(folder, every_n_steps=5), EMAWeightAveraging(decay=0.5), OnOwnDevice()]
     trainer = trainer_of(NODE, kind, max_steps=steps, max_epochs=-1, callbacks=callbacks)
     trainer.fit(module, DataLoader(dataset(48), batch_size=4))
     return values(module)
@@ -153,7 +153,7 @@ def test_an_averager_gets_its_tensors_where_it_keeps_them(device: str, tmp_path:
 
 def survived(row: Row, lost: int) -> tuple[torch.Tensor, str, int]:
     kind, module = fake_device.load_if_given(), Net(optimizer="adamw")
-    trainer = trainer_of(row, kind, max_epochs=2, callbacks=[Killed(lost, 5), AtHome()])
+    trainer = trainer_of(row, kind, max_epochs=2, callbacks=[Killed(lost, 5), OnOwnDevice()])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that a rank was lost
         trainer.fit(module, DataLoader(dataset(48), batch_size=4, shuffle=True))
@@ -173,7 +173,7 @@ ROWS = [
 @pytest.mark.parametrize("lost", [0, 2])
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 def test_ranks_go_on_when_one_is_lost(device: str, row: Row, lost: int) -> None:
-    """Rank 1 has the device, and rank 0 as well where that one is lost: then a CPU rank has its duties' successor."""
+    """One of the ranks that remain has the device. If rank 0 is lost, a rank on a CPU takes over its duties."""
     outcomes = attempt(
         survived, 3, row, lost, nodes=[1, 1, 1], env_of=given(device, 0, 1) if lost else given(device, 0, 2)
     )
@@ -195,7 +195,7 @@ def joined(name: str, options: dict[str, Any], file: str, library: str, late_has
     while late and not Path(file).exists() and time.monotonic() < until:
         time.sleep(0.02)
     module = Net(optimizer="adamw")
-    callbacks = [AtHome(), *([] if late else [WaitsForOthers(1)])]
+    callbacks = [OnOwnDevice(), *([] if late else [WaitsForOthers(1)])]
     row = Row(name, {"join_file": file, **SURVIVING, **options}, nodes=(1,), balance="auto")
     trainer = trainer_of(row, kind, max_epochs=3, callbacks=callbacks)
     with warnings.catch_warnings():

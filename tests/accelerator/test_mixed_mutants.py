@@ -10,7 +10,7 @@ import test_border
 import torch
 from mixed_tasks import Row, fit
 from ranks import run
-from test_mixed import alike, nowhere
+from test_mixed import alike, check_no_device
 from test_mixed_features import measured
 
 from lightning_hetero.checkpoint import shards
@@ -59,7 +59,7 @@ def measures(mutant: Any, row: Row, _: str) -> dict[str, Any]:
 
 
 DDP, NODE = Row("hetero_ddp"), Row("hetero_node", {"every_n_steps": 3})
-#: The mutant, in what it shows, and how.
+#: Each mutant, the job that shows it, and the words of the failure.
 MUTANTS = [
     (files_hold_devices, one_fit, NODE, "fake"),
     (weights_are_shared_on_the_device, one_fit, NODE, "No backend type"),
@@ -70,14 +70,14 @@ MUTANTS = [
 
 
 @pytest.mark.long(after=1)
-@pytest.mark.parametrize(("mutant", "job", "row", "said"), MUTANTS, ids=[mutant.__name__ for mutant, *_ in MUTANTS])
-def test_mistakes_are_caught(fake: str, tmp_path: Path, mutant: Any, job: Any, row: Row, said: str) -> None:
+@pytest.mark.parametrize(("mutant", "job", "row", "words"), MUTANTS, ids=[mutant.__name__ for mutant, *_ in MUTANTS])
+def test_mistakes_are_caught(fake: str, tmp_path: Path, mutant: Any, job: Any, row: Row, words: str) -> None:
     env_of: Any = lambda rank: {"FAKE_LIBRARY": fake} if rank == 0 else {}  # noqa: E731
 
     def check() -> None:
         results = run(job, 2, mutant, row, str(tmp_path / "saved.ckpt"), nodes=[1, 1], env_of=env_of, timeout=120)
         alike(results)
-        nowhere(tmp_path)
+        check_no_device(tmp_path)
 
-    with pytest.raises(AssertionError, match=said):
+    with pytest.raises(AssertionError, match=words):
         check()

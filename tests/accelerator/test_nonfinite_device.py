@@ -147,7 +147,7 @@ def test_a_loss_that_is_not_finite_is_spread(device: str, value: float) -> None:
 
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
 def test_the_fused_form_takes_the_same_steps(device: str, optimizer: str) -> None:
-    """As one process on its CPU, to rounding."""
+    """The steps are those of one process on its CPU, to rounding."""
     [(_, _, alone, _)] = run(_fit, 1, Model(optimizer))
     [(_, _, final, steps)] = run(_fit, 1, Model(optimizer), env={"FAKE_LIBRARY": device})
     assert steps >= STEPS - 1
@@ -155,7 +155,7 @@ def test_the_fused_form_takes_the_same_steps(device: str, optimizer: str) -> Non
 
 
 def test_gradients_that_a_hook_has_repaired_are_taken(device: str) -> None:
-    """The gradient was not finite, but what the optimizer takes in is."""
+    """The gradient was not finite, but the one that the optimizer gets is."""
     env = {"FAKE_LIBRARY": device}
     awaited = run(_fit, 2, Model("foreach", 4, "repaired"), nodes=[1, 1], env=env)
     left = run(_fit, 2, Model("adamw", 4, "repaired"), nodes=[1, 1], env=env)

@@ -33,7 +33,7 @@ def fit(
     optimizer: str = "adamw",
     **options: Any,
 ) -> Any:
-    """The weights, where they were, and waits and work of steps."""
+    """The weights at the end of a fit, and the types of the devices that held parameters."""
     warnings.filterwarnings("ignore", "Ranks .* share |The checkpoint|Replicas of the job|.*stream does not match")
     module = ShardedNet(optimizer)
     module.shards = shards

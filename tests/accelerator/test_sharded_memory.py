@@ -1,4 +1,4 @@
-"""What a rank holds of a sharded model on its device: its shards, and few layers as a whole for a moment."""
+"""Memory of a sharded model on a rank's device: its shards, and few whole layers for a moment."""
 
 import os
 import warnings
@@ -57,7 +57,7 @@ class Deep(pl.LightningModule):
 
 
 def by_way_of_the_host(collective: Any) -> Any:
-    """A collective of two tensors, for those of the fake device, of which gloo knows nothing."""
+    """Version of a collective of two tensors that goes over the host: gloo does not know tensors of the fake device."""
 
     def staged(output: Tensor, input: Tensor, *args: Any, **kwargs: Any) -> None:
         there = output.cpu()
@@ -81,7 +81,7 @@ def connect(patch: pytest.MonkeyPatch) -> None:
 
 
 def measured(name: str, options: dict[str, Any]) -> tuple[int, int, int]:
-    """Bytes on the device between steps, and beyond that at most; and of tensors on the host."""
+    """Bytes on the device between steps, further bytes at the peak, and bytes of tensors on the host."""
     warnings.filterwarnings("ignore", "Ranks .* share |Replicas of the job")
     kind, patch = fake_device.load_if_given(), pytest.MonkeyPatch()
     connect(patch)
@@ -96,7 +96,7 @@ def measured(name: str, options: dict[str, Any]) -> tuple[int, int, int]:
 
 
 def of_plain_pytorch() -> int:
-    """Bytes on the device beyond those between steps, at most, of ``fully_shard`` in a loop without Lightning or us."""
+    """Peak of bytes on the device, less those between steps, of ``fully_shard`` in a loop of plain PyTorch."""
     kind, patch = fake_device.load_if_given(), pytest.MonkeyPatch()
     connect(patch)
     dist.init_process_group("gloo")

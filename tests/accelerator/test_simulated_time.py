@@ -1,4 +1,4 @@
-"""What runs behind the host, in simulated time: the stopwatch, and copies between device and host that overlap."""
+"""Work behind the host, in simulated time: the stopwatch, and copies between device and host that overlap."""
 
 import warnings
 from collections.abc import Callable
@@ -121,7 +121,7 @@ def test_the_control_copies_to_memory_that_is_not_pinned_hold_the_host_up(on_dev
 
 
 def refused() -> tuple[list[str], bool, float]:
-    """What is said, whether memory is pinned, and what is exchanged, where the system allows none of it."""
+    """Warnings, whether memory is pinned, and the mean that is exchanged, where the system pins no memory."""
     allocate = torch.empty
 
     def empty(*args: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
@@ -140,15 +140,15 @@ def refused() -> tuple[list[str], bool, float]:
         stage_of = HostStage(torch.device("fake", 0))
         stage_of.through(torch.ones(ELEMENTS, device="fake"), lambda piece: None)
     torch.empty = allocate
-    said = [str(one.message) for one in caught]
-    return said, memory[0].is_pinned(), sum(float(vector.sum()) for vector in vectors) / ELEMENTS
+    messages = [str(one.message) for one in caught]
+    return messages, memory[0].is_pinned(), sum(float(vector.sum()) for vector in vectors) / ELEMENTS
 
 
 def test_memory_that_cannot_be_pinned_is_pageable_with_one_warning(on_device):
-    said, pinned, ones = on_device(refused)
-    assert len(said) == 1
-    assert "0 MiB of memory could not be pinned (fake error: no more locked memory)" in said[0]
-    assert "several times slower" in said[0]
+    messages, pinned, ones = on_device(refused)
+    assert len(messages) == 1
+    assert "0 MiB of memory could not be pinned (fake error: no more locked memory)" in messages[0]
+    assert "several times slower" in messages[0]
     assert (pinned, ones) == (False, 2)  # weights and variances
 
 
@@ -212,7 +212,7 @@ def test_the_control_a_copy_that_is_awaited_holds_host_and_device_up(on_device):
 
 
 def copied_late(mutant: str) -> float:
-    """When the device is done, if the forward pass is shorter than the copy: 1 ms."""
+    """Time at which the device is done, if the forward pass is shorter than the copy: 1 ms."""
     replica = Replica(model := torch.nn.Linear(ELEMENTS, 1, bias=False).to("fake"))
     memory, _ = replica.snapshot()
     replica.before_overwrite(after_backward=True)
@@ -232,7 +232,7 @@ def copied_late(mutant: str) -> float:
 
 
 def awaited(changes: str) -> list[float]:
-    """How long the host waits for each of four snapshots of 4 ms, with a forward pass after each."""
+    """Waits of the host for each of four snapshots of 4 ms, with a forward pass after each."""
     warnings.simplefilter("ignore")
     replica = Replica(model := torch.nn.Linear(ELEMENTS, 1, bias=False).to("fake"))
     memory, waits = replica.pack(), []
@@ -257,5 +257,5 @@ def awaited(changes: str) -> list[float]:
     [("never", [4, 0, 0, 0]), ("always", [4, 4, 4, 4]), ("later", [4, 0, 0, 4]), ("evaluation", [4, 4, 4, 4])],
 )
 def test_snapshots_are_awaited_where_parameters_change_in_place(on_device, changes, waits):
-    """Else values from before and after would travel, and ranks of a replica take other ones each."""
+    """Otherwise a message would mix old and new values, and each rank of a replica would send other ones."""
     assert on_device(awaited, changes) == pytest.approx([wait * MS for wait in waits])

@@ -1,4 +1,4 @@
-"""Exchanges with a center in virtual time: who comes how often, and where the center comes to rest."""
+"""Exchanges with a center in virtual time: rates of the clients, and the value at which the center settles."""
 
 import heapq
 import json
@@ -27,7 +27,7 @@ PERIODS, TARGETS = [1.0, 1.0, 4.0], [0.0, 0.0, 1.0]  # the third worker comes fo
 
 
 class Memory:
-    """What clients of one center share."""
+    """State that the clients of one center share."""
 
     def __init__(self, count: int) -> None:
         self.values: list[Tensor] = []
@@ -67,7 +67,7 @@ class NoLinks:
 
 
 class Inline:
-    """As Background, at once: virtual time needs no threads."""
+    """Runs the exchange of ``Background`` at once: virtual time needs no threads."""
 
     seconds = waited = 0.0
 
@@ -98,7 +98,7 @@ class BothSides(InMemory):
 
 
 def center_of(kind: type[InMemory], debias: bool, events: int) -> float:
-    """Quadratics with minima at 0, 0 and 1; eta h tau = 0.01. The mean over the last round of all."""
+    """Mean of the center over the last round of all; quadratics with minima at 0, 0 and 1, eta h tau = 0.01."""
     count, memory = len(PERIODS), Memory(len(PERIODS))
     workers = []
     for index in range(count):
@@ -135,7 +135,7 @@ def test_rates() -> None:
     assert rates.factor == 1.0
     assert rates.per_second() == []
     rates.observe([3, 5, 1])
-    assert rates.factor == 1.0  # one exchange tells nothing
+    assert rates.factor == 1.0  # one exchange gives no rate
     rates.observe([7, 9, 2])
     assert rates.factor == pytest.approx((4 + 4 + 1) / 3)
     rates.observe([9, 13, 4])

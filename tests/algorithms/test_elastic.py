@@ -1,4 +1,4 @@
-"""The elastic kernel without a network: what it conserves, where it stays, where it comes to rest, when it explodes."""
+"""The elastic kernel without a network: its conserved sums, its fixed points, its limits, and when it diverges."""
 
 import threading
 from collections.abc import Callable
@@ -22,14 +22,14 @@ from lightning_hetero.replicas.vectors import Replica
 
 
 class Table:
-    """Where threads meet that stand for replicas."""
+    """Rendezvous of threads that stand for replicas."""
 
     def __init__(self, count: int) -> None:
         self.barrier, self.slots = threading.Barrier(count, timeout=30), [()] * count
 
 
 class TableLinks:
-    """As ReplicaLinks, over a table."""
+    """Stands for ReplicaLinks, and exchanges over a table."""
 
     def __init__(self, table: Table, index: int) -> None:
         self.table, self.index, self.count = table, index, len(table.slots)
@@ -38,7 +38,7 @@ class TableLinks:
     def lay_out(self, layout: object) -> None: ...
 
     def feedback(self, wire: str, lengths: list[int]) -> None:
-        """What travels here is not rounded."""
+        """Do nothing: values are not rounded here."""
 
     def exchange(self, own: Contribution, *_: Any, **__: Any) -> Average:
         self.table.slots[self.index] = (*(flat.clone() for flat in own.values), own.payload)
@@ -54,13 +54,13 @@ class TableLinks:
 
 
 class Course(NamedTuple):
-    """Positions after each step, the first before all: of replicas (steps, replicas, values), of the center."""
+    """Positions before the first step and after each: of replicas (steps, replicas, values), of the center."""
 
     x: np.ndarray
     c: np.ndarray
 
     def sums(self, alpha: float, beta: float, weights: list[float]) -> np.ndarray:
-        """What the kernel conserves without gradients."""
+        """The sums that the kernel conserves without gradients, after each step."""
         return alpha * self.c + beta * np.einsum("i,sin->sn", np.array(weights) / sum(weights), self.x)
 
 
@@ -74,7 +74,7 @@ def train(
     step: Callable[[int, torch.Tensor], torch.Tensor] = lambda i, x: x,
     center: float = 0.0,
 ) -> Course:
-    """Replicas that take steps of their own, ``x <- step(i, x)``, and meet."""
+    """Train replicas that take steps of their own, ``x <- step(i, x)``, and meet."""
     table = Table(len(starts))
 
     def replica(index: int) -> list[tuple[float, float]]:
@@ -146,8 +146,8 @@ def test_the_bound_on_alpha_and_beta(alpha: float, beta: float, stays: bool, mon
             stability(alpha, beta)
         monkeypatch.setattr(easgd, "stability", lambda alpha, beta: None)
     course = train(ElasticForce(alpha, beta=beta), [1.0, -2.0, 4.0], [3.0, 1.0, 2.0], 800)
-    apart = np.abs(course.x - course.c[:, None]).max(axis=(1, 2))
-    assert apart[-1] < 1e-3 * apart[0] if stays else apart[-1] > 1e3 * apart[0]
+    distances = np.abs(course.x - course.c[:, None]).max(axis=(1, 2))
+    assert distances[-1] < 1e-3 * distances[0] if stays else distances[-1] > 1e3 * distances[0]
 
 
 @pytest.mark.parametrize(("alpha", "beta"), [(1.0, 1.0), (0.0, 2.0), (2.0, 0.0), (-0.1, 0.5), (0.5, -0.1)])

@@ -1,4 +1,4 @@
-"""Fragments: where a model is cut, and what cannot be cut."""
+"""Fragments: the places at which a model is cut, and models that cannot be cut."""
 
 import pytest
 from torch import nn

@@ -1,4 +1,4 @@
-"""One replica's part in gossip: push-sum's weights, and what is too large for the wire."""
+"""One replica's part in gossip: push-sum's weights, and values that are too large for the wire."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +19,7 @@ from lightning_hetero.replicas.vectors import Replica
 
 
 def push_sum(module: nn.Module) -> PushSumAverager:
-    """The first of two replicas, of which nobody else is there."""
+    """The first of two replicas; the other one does not exist."""
     found = PushSumAverager()
     alone(found, module)
     return found
@@ -60,7 +60,7 @@ def test_shares_may_change_meanwhile() -> None:
     step(module, 2.0)
     learn(one, [9, 3])
     assert torch.allclose(one.x[0], before + 1.5 * 2.0)
-    assert one.weights == [1.0]  # weights go their own ways: their sum stays what it was
+    assert one.weights == [1.0]  # weights are exchanged separately: their sum stays
 
 
 def test_no_samples() -> None:
@@ -72,7 +72,7 @@ def test_no_samples() -> None:
     assert torch.equal(one.unbiased(one.held(one.x))[0], torch.full((2,), 6.0).double())
     one.replica.unpack(one.unbiased(one.held(one.x)))
     learn(one, [0, 12])
-    assert one.weights == [0.5]  # what has come is kept
+    assert one.weights == [0.5]  # the received part is kept
     assert torch.equal(one.x[0], torch.full((2,), 3.0).double())
 
 
@@ -97,7 +97,7 @@ def test_what_is_too_large_for_fp16_does_not_travel(form: str, skip: bool) -> No
 
 
 def test_what_came_before_a_replica_was_lost_counts_after_it() -> None:
-    """The weighted sum of this replica and of what has come stays, though the model has not seen it yet."""
+    """The weighted sum of this replica and of the received push stays, though the model has not got the push yet."""
     module = nn.Linear(2, 1, bias=False).double()
     one = push_sum(module)
     learn(one, [6, 6])
@@ -109,10 +109,10 @@ def test_what_came_before_a_replica_was_lost_counts_after_it() -> None:
     one.met.update({1: 3, 2: 5})
     one.missed.update({0: 1, 1: 2})
     one.absorb_arrived([1])
-    assert (one.met, one.missed) == ({1: 5}, {0: 1})  # who was the third is the second now
+    assert (one.met, one.missed) == ({1: 5}, {0: 1})  # the third replica is the second now
     one.after_restore()  # with the connections of those that remain
     [(column, push)] = box
-    assert (column, push.peer) == (0, -1)  # whose numbers are others
+    assert (column, push.peer) == (0, -1)  # the others' numbers have changed
     learn(one, [12])
     take(one, push)
     assert one.weights == [1.5]

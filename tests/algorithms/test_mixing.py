@@ -1,4 +1,4 @@
-"""Who exchanges with whom: matrices that lose nothing, drawn alike everywhere, that mix as fast as theory says."""
+"""Partners of exchanges: matrices that conserve sums, equal on all ranks, that mix as fast as theory says."""
 
 import subprocess
 import sys
@@ -33,7 +33,7 @@ BOTH_WAYS = [*(f"pairs-{name}" for name in MATCHINGS), "ring", "random", "hyperc
 
 
 def product(rule: Rule, n: int, rounds: int, seed: int = 0, first: int = 0) -> np.ndarray:
-    """What some rounds do together."""
+    """Product of the matrices of some rounds."""
     result = np.eye(n)
     for turn in range(first, first + rounds):
         result = matrix(rule, n, turn, seed) @ result
@@ -41,7 +41,7 @@ def product(rule: Rule, n: int, rounds: int, seed: int = 0, first: int = 0) -> n
 
 
 def second(mixing: np.ndarray) -> float:
-    """The second largest modulus of the eigenvalues: 0 is an exact average, 1 none."""
+    """Second largest modulus of the eigenvalues: 0 is an exact average, 1 no mixing."""
     return sorted(abs(np.linalg.eigvals(mixing)))[-2]
 
 

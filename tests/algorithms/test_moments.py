@@ -1,4 +1,4 @@
-"""What of the optimizers' state is averaged."""
+"""Selection of the optimizers' state that is averaged."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Schedules by hand: DASO's rates and how it mixes, and `tau="auto"`."""
+"""Schedules by hand: DASO's rates and its mixing, and `tau="auto"`."""
 
 import math
 
@@ -28,7 +28,7 @@ def course(schedule: RateSchedule, losses: list[float]) -> list[tuple[int, int]]
     [
         ({"threshold": 0.01}, [1.0] * 15, [(4, 1), (2, 1), (1, 1), (8, 2), (4, 1), (2, 1), (1, 1), (8, 2)]),
         ({"threshold": 0.01}, [0.9**i for i in range(40)], [(4, 1)]),
-        ({"threshold": 0.05}, [1.0, 0.96, 0.96], [(4, 1), (2, 1)]),  # a fall within the threshold is none
+        ({"threshold": 0.05}, [1.0, 0.96, 0.96], [(4, 1), (2, 1)]),  # a fall within the threshold does not count
         ({"threshold": 0.03}, [1.0, 0.96, 0.96], [(4, 1)]),
         ({"threshold": 0.05}, [-1.0, -0.97, -1.04], [(4, 1), (2, 1)]),  # a metric below zero falls, too
         ({"threshold": 0.05}, [-1.0, -1.06, -1.13], [(4, 1)]),
@@ -59,7 +59,7 @@ def test_the_rates_stay_sane(every: int, wait: int, largest: int, patience: int,
     for loss in losses:
         schedule.observe_loss(loss)
         assert 1 <= schedule.every <= max(every, largest)
-        assert (min(wait, every) > 0) <= schedule.wait <= schedule.every  # what is in the background stays there
+        assert (min(wait, every) > 0) <= schedule.wait <= schedule.every  # an exchange in the background stays there
 
 
 def test_phases() -> None:
@@ -101,7 +101,7 @@ def test_the_mixing_value() -> None:
     mean = torch.tensor([1.5])
     assert mixed("daso", torch.tensor([1.0]), mean, torch.tensor([1.0]), 1, 2).item() == 1.25
     assert mixed("daso", torch.tensor([2.0]), mean, torch.tensor([2.0]), 1, 2).item() == 1.75
-    # The other rule agrees while nothing has moved, and keeps what has moved since.
+    # The other rule gives the same if the values have not moved since, and otherwise keeps their movement.
     assert mixed("delta", torch.tensor([1.0]), mean, torch.tensor([1.0]), 1, 2).item() == 1.25
     assert mixed("delta", torch.tensor([1.5]), mean, torch.tensor([1.0]), 1, 2).item() == 1.75
     assert mixed("daso", torch.tensor([1.5]), mean, torch.tensor([1.0]), 1, 2).item() == 1.5
@@ -136,7 +136,7 @@ def test_the_smallest_tau(exchanges: list[float], delay: int, tau: int) -> None:
     waited = sum(max(0.0, each - delay) for each in exchanges)
     if tau < 500:
         assert waited <= 0.05 * tau + 1e-9
-    if 1 < tau < 500:  # one less would not do
+    if 1 < tau < 500:  # one step less would not be enough
         assert waited > 0.05 * (tau - 1) or tau - 1 <= delay or sum(exchanges) > tau - 1
 
 

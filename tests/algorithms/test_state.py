@@ -83,7 +83,7 @@ def average(value: float) -> Average:
 
 
 def trained(module: nn.Module) -> Any:
-    """One whose state has moved on from where it started."""
+    """An averager whose state differs from that at the start."""
     found = started(module)
     for vector in (*found.momentum, *found.slow):
         vector.add_(5.0)
@@ -148,7 +148,7 @@ def test_it_starts_by_its_rules_and_is_saved_and_resumed_whole() -> None:
 
 
 def test_a_lost_replica() -> None:
-    """Exchanges are dropped, the survivors' entries stay, `Scratch` starts over; Shared comes from another replica."""
+    """Exchanges are dropped, entries of survivors stay, `Scratch` starts over; `Shared` comes from another replica."""
     mine, ahead = trained(model()), trained(model())
     ahead.momentum[0].add_(1.0)
     ahead.rate.every, ahead.slow[0][:], ahead.best = 1, 9.0, 0.0
@@ -169,7 +169,7 @@ def test_a_lost_replica() -> None:
 
 
 def test_others_join() -> None:
-    """Shared state comes from the job, but for what follows from the values with which all begin."""
+    """Shared state comes from the job, except the state that follows from the values with which all begin."""
     state = read(trained(model()))
     newcomer = started(model(), count=4)
     write(newcomer, {"momentum": state["momentum"], "rate": state["rate"]}, Shared, but=("reference", "commits"))

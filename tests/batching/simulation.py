@@ -15,7 +15,7 @@ from lightning_hetero.batching.reports import Idling, Report
 from lightning_hetero.batching.shares import Cost, makespan, split
 from lightning_hetero.batching.timer import StepTiming
 
-#: How long a step takes, from the step, the rank, the seconds since the start, and what it would take without noise.
+#: Seconds of a step, from the step, the rank, the seconds since the start, and its seconds without noise.
 Noise = Callable[[int, int, float, float], float]
 TRACES = Path(__file__).parent / "data" / "steps.npz"
 NAMES = ("quiet", "one_busy", "two_busy", "bursts")
@@ -28,13 +28,13 @@ def gaussian(deviation: float, seed: int = 0) -> Noise:
 
 
 def traces(name: str) -> list[np.ndarray]:
-    """Seconds per step of two alike ranks that ran at the same time."""
+    """Seconds per step of two equal ranks that ran at the same time."""
     with np.load(TRACES) as arrays:
         return [1e-5 * arrays[f"{name}_{rank}"].astype(float) for rank in (0, 1)]
 
 
 def by_row(rows: Sequence[np.ndarray], first: int = 0) -> Noise:
-    """A recorded step for a step, however long that takes: states of the noise last for a number of steps."""
+    """Noise of one recorded step for each step, however long that takes: states of the noise last a number of steps."""
     unit = min(np.percentile(row, 10) for row in rows)
 
     def noise(step: int, rank: int, now: float, seconds: float) -> float:
@@ -45,7 +45,7 @@ def by_row(rows: Sequence[np.ndarray], first: int = 0) -> Noise:
 
 
 def by_time(rows: Sequence[np.ndarray], first: float = 0.0) -> Noise:
-    """As much work as the recorded rank would have done from that time on: states of the noise last for a time."""
+    """Noise by the recorded rank's work from that time on: states of the noise last a number of seconds."""
     unit = min(np.percentile(row, 10) for row in rows)
     ends = [np.concatenate([[0.0], np.cumsum(row)]) for row in rows]  # seconds until so many recorded steps are done
 
@@ -67,7 +67,7 @@ class Cluster:
     where ranks go at their own pace, are acted on before another batch is drawn.
 
     Args:
-        apart: steps from one meeting of all ranks to the next; if it is above 1 they go at their own pace in between.
+        meet_every: steps from one meeting of all ranks to the next; above 1 ranks keep their own pace in between.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class Cluster:
         ahead: Sequence[int] | None = None,
         balance: str = "auto",
         planners: int = 0,
-        apart: int = 1,
+        meet_every: int = 1,
     ) -> None:
         self.costs, self.every, self.total = list(costs), every, total
         self.noise: Noise = noise or (lambda step, rank, now, seconds: seconds)
@@ -90,7 +90,7 @@ class Cluster:
         self.models = [CostModel() for _ in self.costs]
         self.evidence = [SpeedEstimator() for _ in self.costs]
         self.idling = [Idling.FIRST, *[Idling.POSSIBLE] * (len(self.costs) - 1)]
-        self.step, self.apart = 0, apart
+        self.step, self.meet_every = 0, meet_every
         self.clocks = self.exact = (0.0,) * len(self.costs)  # seconds of each rank with the noise, and without
         self.reports: list[Report] | None = None
         self.shares: list[list[int]] = []
@@ -119,8 +119,8 @@ class Cluster:
             self.noise(self.step, rank, now, t) for rank, (now, t) in enumerate(zip(self.clocks, times, strict=True))
         ]
         self.step += 1
-        opening, alone, begun = self.step in OPENING, self.apart > 1, max(self.clocks)
-        meet = opening or self.step % self.apart == 0
+        opening, alone, begun = self.step in OPENING, self.meet_every > 1, max(self.clocks)
+        meet = opening or self.step % self.meet_every == 0
         self.clocks, self.exact = _later(self.clocks, noisy, meet), _later(self.exact, times, meet)
         rows = zip(self._laps, self.models, self.evidence, shares, noisy, strict=True)
         for rank, (laps, model, evidence, n, t) in enumerate(rows):
@@ -166,7 +166,7 @@ class Cluster:
 
 
 def _later(clocks: Sequence[float], seconds: Sequence[float], meet: bool) -> tuple[float, ...]:
-    """The ranks' clocks after a step, after which they may wait for each other."""
+    """The ranks' clocks after a step, and after the wait for the slowest rank if all meet."""
     ends = [now + took for now, took in zip(clocks, seconds, strict=True)]
     return tuple([max(ends)] * len(ends) if meet else ends)
 

@@ -1,4 +1,4 @@
-"""Ranks agree on plans, whatever is delayed or lost, and on a batch to save at, and nobody waits for it."""
+"""Agreement of ranks on plans, whatever is delayed or lost, and on a batch to save at; nobody waits for it."""
 
 import json
 import os
@@ -45,17 +45,17 @@ class Rank:
             self.drawn.append(next(p for p in reversed(self.plans) if p.start <= step).costs[0].fixed)
 
 
-class Hasty(PlanMember):
-    """Does not wait, though it has answered: the mutant."""
+class NoWait(PlanMember):
+    """The mutant: after its answer it does not wait."""
 
     def may_draw(self, step: int) -> bool:
         return True
 
 
 def simulate(events: list[tuple[str, int]], member: Callable[[int], PlanMember]) -> list[Rank]:
-    """Ranks that draw, and messages that arrive, in some order.
+    """Run ranks that draw, and messages that arrive, in some order.
 
-    Each event is something that happens to a rank: it draws, it hears what was sent to it, its answer arrives, or it
+    Each event is something that happens to a rank: it draws, it gets its message, its answer arrives, or it
     is late for good.
     """
     ranks, leader = [Rank(member(0)) for _ in range(WORLD)], PlanLeader(WORLD)
@@ -81,7 +81,7 @@ def simulate(events: list[tuple[str, int]], member: Callable[[int], PlanMember])
                 decision = leader.decide(now)
                 if decision is not None:
                     sent = [decision] * WORLD
-            elif not any(sent) and not any(answers):  # who has heard of the last one reports again, and only then
+            elif not any(sent) and not any(answers):  # ranks report again after the last decision, and not before
                 made += 1
                 sent = [leader.propose(replace(FIRST, costs=(Cost(float(made), 1.0),) * 3), now)] * WORLD
     return ranks
@@ -104,14 +104,14 @@ def test_every_step_is_drawn_by_one_plan(events: list[tuple[str, int]]) -> None:
 
 
 def one_agreement(draws_of_the_fast: int) -> list[tuple[str, int]]:
-    """All answer; then one rank draws before it hears what was decided; then all draw."""
+    """Events: all answer; then one rank draws before it gets the decision; then all draw."""
     asked = [("decide", 0), *(("hear", r) for r in range(3)), *(("answer", r) for r in range(3)), ("decide", 0)]
-    told = [*(("hear", r) for r in range(3)), *(("draw", r) for r in range(3) for _ in range(30))]
-    return [*asked, *[("draw", 0)] * draws_of_the_fast, *told]
+    decided = [*(("hear", r) for r in range(3)), *(("draw", r) for r in range(3) for _ in range(30))]
+    return [*asked, *[("draw", 0)] * draws_of_the_fast, *decided]
 
 
 def test_without_the_wait_a_step_is_drawn_by_two_plans() -> None:
-    assert not same_plans(simulate(one_agreement(20), Hasty))
+    assert not same_plans(simulate(one_agreement(20), NoWait))
     ranks = simulate(one_agreement(20), PlanMember)
     assert same_plans(ranks)
     assert set(ranks[0].drawn) == {0.0, 1.0}  # the new plan was followed
@@ -154,7 +154,7 @@ def test_messages_are_what_they_were(reach: tuple[float, ...]) -> None:
 
 
 class Clock:
-    """Rank 0 asks from a time on."""
+    """Condition under which rank 0 asks: a time has passed."""
 
     def __init__(self, seconds: float, notice: float = 1.0) -> None:
         self.seconds, self.notice, self.began = seconds, notice, time.monotonic()
@@ -171,7 +171,7 @@ def _open(clock: Clock, limit: float = 60.0, **options: Any) -> AgreedBatch:
 
 
 def _steps(paces: list[float], seconds: float, notice: float = 1.0) -> tuple[list[int], list[float]]:
-    """After which batches this rank does it, and how long each batch made it wait."""
+    """The batches after which this rank acts, and the wait after each batch."""
     clock = Clock(seconds, notice)
     agreed, at, waits = _open(clock), list[int](), list[float]()
     for batch in range(1, 10**5):
@@ -181,7 +181,7 @@ def _steps(paces: list[float], seconds: float, notice: float = 1.0) -> tuple[lis
         waits.append(time.monotonic() - before)
         if due:
             at.append(batch)
-            dist.barrier()  # as to save does
+            dist.barrier()  # as a save does
             clock.began = time.monotonic()
             agreed.rearm()
         if len(at) == 3:
@@ -195,12 +195,12 @@ def test_ranks_at_unlike_speeds_agree_on_the_same_batches() -> None:
     first, second = run(_steps, 2, [0.01, 0.013], 0.5, timeout=120)
     assert first[0] == second[0]
     assert len(first[0]) == 3
-    # In 0.5 s and more it is not time yet, whatever this machine does besides.
+    # For 0.5 s and more rank 0 does not ask, however busy this machine is.
     assert all(later - earlier > 1 for earlier, later in zip([0, *first[0]], first[0], strict=False))
 
 
 def _behind() -> list[int]:
-    """Rank 1 is a batch ahead, and has counted them in an earlier fit; the thread answers before the first one ends."""
+    """Rank 1 is a batch ahead, counted from an earlier fit; the thread answers before the first batch ends."""
     done, at = 7 + int(os.environ["RANK"]), list[int]()
     agreed = _open(Clock(0.0, 0.0), done=done)
     time.sleep(1.0)
@@ -218,7 +218,7 @@ def test_who_has_not_ended_a_batch_yet_answers_by_what_was_done_before() -> None
 
 
 def _without_an_answer(patience: float) -> int:
-    """How many batches a rank takes in 3 s, though another one never answers."""
+    """Number of batches that a rank takes in 3 s, though another rank never answers."""
     agreed = _open(Clock(0.3), patience=lambda: patience)
     if dist.get_rank() == 1:
         agreed._closed.set()
@@ -243,7 +243,7 @@ def test_who_has_patience_goes_on_until_it_is_known_who_is_lost() -> None:
 
 
 def _ranks_change(seconds: float) -> float:
-    """How long a rank waits for one that does not answer, where the ranks that remain are about to begin again."""
+    """Seconds that a rank waits for one that does not answer, where the ranks that remain are about to begin again."""
     changing = threading.Event()
     agreed = _open(Clock(0.3, 0.0), recover=changing.is_set)
     if dist.get_rank() == 1:

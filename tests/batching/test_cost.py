@@ -1,4 +1,4 @@
-"""What a rank's times are taken for, a line or a curve, against devices of which the truth is known."""
+"""Cost models of a rank's times, a line or a curve, against devices of which the truth is known."""
 
 import math
 import random
@@ -62,7 +62,7 @@ def test_a_first_guess_gives_most_of_the_time_to_the_samples():
     model = learned(at(16, times=10))
     assert model.predict(16) == pytest.approx(0.042)
     assert 0.042 < model.predict(32) < 0.084
-    assert model.error(32) > 3 * model.error(16)  # and it admits that
+    assert model.error(32) > 3 * model.error(16)  # and its estimated error is large
 
 
 def test_under_noise_constant_shares_do_not_erase_the_ratio_either():
@@ -214,7 +214,7 @@ def test_an_assumed_fit_is_used_at_once_and_can_be_corrected():
 
 
 def flat(samples):
-    """Up to 16 samples 64 ms, then 4 ms each."""
+    """64 ms for up to 16 samples, and 4 ms for each further one."""
     return 0.064 + 0.004 * max(0, samples - 16)
 
 
@@ -234,7 +234,7 @@ def shape():
 
 
 def seen(device, sizes, times=8, noise=0.0, seed=0, into=None):
-    """A shape that has seen each size so many times, stretches of 0.1 s at least."""
+    """A shape with ``times`` measurements of each size, in stretches of 0.1 s at least."""
     found, rng = into or shape(), random.Random(seed)
     for n in sizes:
         for _ in range(times):

@@ -17,7 +17,7 @@ DEALS = {"additive": deal_additive, "padded": deal_padded}
 
 
 def parts_of(costs, ranks, rule, world):
-    """Cost and number of samples of each rank, for each of several assignments: a column each."""
+    """Cost and number of samples of each rank; a column for each assignment."""
     counts = np.stack([(ranks == rank).sum(0) for rank in range(world)])
     loads = []
     for rank in range(world):
@@ -27,7 +27,7 @@ def parts_of(costs, ranks, rule, world):
 
 
 def seconds_of(costs, ranks, rule, machines):
-    """Seconds of the slowest rank, for each of several assignments; infinite where a limit is not kept."""
+    """Seconds of the slowest rank for each assignment; infinite if it exceeds a limit."""
     loads, counts = parts_of(costs, ranks, rule, len(machines.fixed))
     seconds = (machines.fixed[:, None] + machines.per_unit[:, None] * loads).max(0)
     kept = (counts >= machines.low[:, None]) & (counts <= machines.high[:, None])
@@ -39,7 +39,7 @@ def every_assignment(samples, world):
 
 
 def small_case(draw):
-    """Costs and machines: up to 4 ranks and 10 samples, with limits, ranks that may have none, and fixed costs."""
+    """Random costs and machines: up to 4 ranks and 10 samples, with limits, ranks without samples, and fixed costs."""
     world, samples = draw.randint(1, 4), draw.randint(1, 10)
     while True:
         low = [draw.choice([0, 0, 1, 1, 2]) for _ in range(world)]
@@ -107,7 +107,7 @@ def test_large_batches_come_near_the_bound(limits):
 
 
 def test_many_ranks_take_padded_runs_by_speed():
-    """Among more ranks than can be tried in every order: not far from samples that can be cut, without padding."""
+    """With too many ranks to try all orders, the result is near the bound of divisible samples, without padding."""
     draw = np.random.default_rng(0)
     lengths, speeds = np.ceil(draw.lognormal(4, 0.5, 1024)), draw.choice([1.0, 4.0], 32)
     machines = Machines.of([0.0] * 32, 1 / speeds, [1] * 32)

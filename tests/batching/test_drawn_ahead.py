@@ -31,7 +31,7 @@ class Clock:
 
 
 class Mailbox:
-    """In place of the all-gather of reports: what all ranks have sent, once all have."""
+    """Replaces the all-gather of reports: the rows of all ranks, once all have sent theirs."""
 
     def __init__(self, rows, rank, sent):
         self.rows, self.rank, self.sent, self.in_flight = rows, rank, sent, False
@@ -57,11 +57,11 @@ class Numbers:
 
 
 class Rank:
-    """One rank as the strategy sets it up, with everything real but the wire and the clock."""
+    """A rank as the strategy sets it up; only the wire and the clock are not real."""
 
     def __init__(self, rank, world, rows, sent, sizes, batch_size, workers, persistent, costs=None, rule="additive"):
         self.rank, self.epoch, self.clock = rank, 0, Clock()
-        self.size = lambda drawn: max(drawn.samples, 1)  # which its time is proportional to
+        self.size = lambda drawn: max(drawn.samples, 1)  # its time is proportional to this
         self.planner = Planner(world)
         self.accounting = None
         loaders = Loaders(
@@ -112,7 +112,7 @@ class Rank:
         return Position(self.epoch, 0, step)
 
     def step(self, batches, seconds_per_sample):
-        """What happens between the arrival of a batch and the end of the step."""
+        """Do the work between the arrival of a batch and the end of the step."""
         self.accounting.begin()
         drawn = self.accounting.drawn
         self.clock.now += 0.010 + seconds_per_sample * self.size(drawn)
@@ -125,7 +125,7 @@ class Rank:
 
 @pytest.fixture
 def cluster(monkeypatch):
-    """Makes ranks; the checks that all ranks agree need no wire, as all are made alike."""
+    """Makes ranks. The checks that all ranks agree are skipped: all ranks are made alike."""
     for name in ("check_equal", "raise_on_all"):
         monkeypatch.setattr(loaders_module, name, lambda *_: None)
     made = []
@@ -188,7 +188,7 @@ def test_every_sample_is_drawn_once_whatever_the_plan_and_however_far_ahead(clus
             of_loader = [[len(batches[i]) for batches, _ in step] for i in range(len(sizes))]
             for own in zip(*of_loader, strict=True):  # in equal proportions of all loaders
                 assert own[0] * sum(of_loader[-1]) == own[-1] * sum(of_loader[0])
-    assert len({plan.start for plan in ranks[0].planner.plans}) > 1  # or the test would show nothing
+    assert len({plan.start for plan in ranks[0].planner.plans}) > 1  # otherwise the test would show nothing
     assert ranks[0].planner.plans == ranks[1].planner.plans
 
 
@@ -227,10 +227,10 @@ def test_batches_are_dealt_by_cost_whatever_the_plan_and_however_far_ahead(clust
 @pytest.mark.parametrize("per_sample", [0.001, 0.004])  # in long steps shares move before that is known
 def test_costs_are_left_where_times_follow_the_samples(cluster, per_sample):
     ranks = cluster([4096], 32, [0, 0], True, [1 + 200 * (n % 61 == 0) for n in range(4096)])
-    with pytest.warns(UserWarning, match="explains the times of steps worse than the numbers of samples do") as told:
+    with pytest.warns(UserWarning, match="explains the times of steps worse than the numbers of samples do") as caught:
         steps = run_epoch(ranks, 0, (per_sample, per_sample))
     start = next(plan.start for plan in ranks[0].planner.plans if plan.by_samples)
-    assert len(told) == 2  # rank_zero_warn takes both ranks of this process for rank 0
+    assert len(caught) == 2  # rank_zero_warn takes both ranks of this process for rank 0
     assert start < 48
     assert len({drawn.samples for step in steps[:start] for _, drawn in step}) > 5
     assert {drawn.samples for step in steps[start:] for _, drawn in step} == {32}

@@ -1,4 +1,4 @@
-"""Batches of several ranks told apart, whatever they hold."""
+"""Fingerprints that tell apart the batches of several ranks, whatever they hold."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Devices without float64, as MPS: what is summed there stays in fp32, and comes out in it."""
+"""Devices without float64, as MPS: sums on them stay in fp32, and so do their results."""
 
 import pytest
 import torch

@@ -156,13 +156,13 @@ def states():
 
 
 def order_of(sampler, epoch=0, seed=0):
-    """What rank 0 decides."""
+    """The order that rank 0 decides."""
     agreed = AgreedOrder(sampler, Wire().sender, decides=lambda: True, seed=seed)
     agreed.set_epoch(epoch)
     return list(agreed)
 
 
-def stir(seed):
+def seed_all(seed):
     torch.manual_seed(seed)
     np.random.seed(seed)
     random.seed(seed)
@@ -181,7 +181,7 @@ def test_rank_0_decides_for_all(make):
     wire = Wire()
     orders = []
     for rank in range(3):
-        stir(rank)  # as ranks differ
+        seed_all(rank)  # as ranks differ
         sampler = make() if rank == 0 else Forbidden()
         send = wire.sender if rank == 0 else wire.receiver
         agreed = AgreedOrder(sampler, send, partial(eq, rank, 0), seed=5)
@@ -192,9 +192,9 @@ def test_rank_0_decides_for_all(make):
 
 @pytest.mark.parametrize("make", SAMPLERS)
 def test_an_interrupted_epoch_can_be_repeated(make):
-    stir(1)
+    seed_all(1)
     first = order_of(make(), epoch=3)
-    stir(2)  # another process, another past
+    seed_all(2)  # another process has another random state
     assert order_of(make(), epoch=3) == first
     assert order_of(make(), epoch=4) != first
     assert order_of(make(), epoch=3, seed=1) != first
@@ -217,7 +217,7 @@ def test_an_interrupted_epoch_can_be_repeated_though_the_sampler_has_its_own_gen
 
 @pytest.mark.parametrize("make", SAMPLERS)
 def test_the_random_states_are_as_if_nothing_had_been_drawn(make):
-    stir(9)
+    seed_all(9)
     before = states()
     order_of(make())
     assert states() == before
@@ -256,11 +256,13 @@ def test_ranks_meet_at_one_moment_to_agree_on_a_sampler_or_are_refused(
 ):
     # Rank 0 sends the order of a sampler of the user's when the first batch is drawn. Workers draw it when the epoch's
     # iterator is made; a rank without workers later, after other collectives: the job would hang.
-    told = []
+    checked = []
     for rank, count in enumerate(workers):
-        told.append([])
+        checked.append([])
         monkeypatch.setattr(loaders_module, "raise_on_all", lambda *_: None)
-        monkeypatch.setattr(loaders_module, "check_equal", lambda what, values: told[-1].append((what, dict(values))))
+        monkeypatch.setattr(
+            loaders_module, "check_equal", lambda what, values: checked[-1].append((what, dict(values)))
+        )
         data = range(64)
         sampler = RandomSampler(data) if own_sampler else DistributedSampler(data, num_replicas=1, rank=0)
         loader = DataLoader(data, batch_size=8, sampler=sampler, num_workers=count)
@@ -280,7 +282,7 @@ def test_ranks_meet_at_one_moment_to_agree_on_a_sampler_or_are_refused(
             loaders.evaluation(loader, name="validation")
         else:
             loaders.training(loader, False, pl.LightningModule())
-    assert (told[0] == told[1]) == fits
+    assert (checked[0] == checked[1]) == fits
 
 
 # -- batches that stay whole -----------------------------------------------------------------------------

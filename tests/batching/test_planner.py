@@ -1,4 +1,4 @@
-"""Plans: when shares change and when they stay, limits, the split of a step, turns, and what past plans were."""
+"""Plans: when shares change and when they stay, limits, the split of a step, turns, and the record of past plans."""
 
 import itertools
 import json
@@ -32,7 +32,7 @@ def planner_of(total, world, *args, **options):
 
 
 def sure_planner(total, world, **options):
-    """One that expects no noise beyond what is reported."""
+    """A planner that expects no noise beyond the reported one."""
     planner = planner_of(total, world, **options)
     planner.DOUBT = planner._doubt = 0.0
     return planner
@@ -87,7 +87,7 @@ def test_a_plan_begins_at_the_first_step_that_nobody_has_drawn():
 
 
 def test_nothing_is_changed_before_every_model_is_ready_not_even_back_to_even():
-    assert Planner(2).update(4, [report(0.001), report(0.009)]) is None  # the batch is not known
+    assert Planner(2).update(4, [report(0.001), report(0.009)]) is None  # the size of the batch is not known
     planner = planner_of(64, 2)
     assert planner.update(4, [report(0.001), report(0.009, error=math.inf)]) is None
     assert planner.update(8, [report(0.001), report(0.003)]) is not None
@@ -164,7 +164,7 @@ def test_shares_go_back_to_even_ones_only_as_their_reason_fades():
 
 
 def steps(planner, now, costs, seconds):
-    """Update with reports of steps that have all taken so long, under the plan in force; returns the new plan."""
+    """Update with reports of steps of this length, under the plan in force; returns the new plan."""
     shares = planner.shares(max(now - 1, 0))
     reports = [
         r._replace(samples=n, compute=seconds, steps=10, since=100.0, drawn=now + 1.0)
@@ -174,7 +174,7 @@ def steps(planner, now, costs, seconds):
 
 
 def until_a_resplit(planner, now, costs, seconds):
-    """Updates until there is a new plan."""
+    """Update until there is a new plan; returns the number of updates before it."""
     for waited in range(1000):
         if steps(planner, now + waited, costs, seconds) is not None:
             return waited
@@ -227,13 +227,13 @@ def test_a_correction_that_failed_its_trial_does_not_come_back_without_one():
 
 
 def seconds_apart(longest, own, exchange):
-    """Seconds of a rank's steps: every eighth one waits for the slower rank, and for an exchange."""
+    """Seconds of a rank's steps: in every eighth one it waits for the slower rank, and for an exchange."""
     for step in itertools.count(1):
         yield own + (8 * (longest - own) + exchange if step % 8 == 0 else 0.0)
 
 
-def kept_apart(seed):
-    """Whether a re-split stays that makes steps shorter, where ranks report different steps."""
+def split_is_kept(seed):
+    """Whether a new split that shortens steps is kept, where ranks report different steps."""
     rng, planner, now = random.Random(seed), planner_of(64, 2), 0
     costs, ahead, exchange = [report(0.001), report(0.0015)], [0.0, 0.0], rng.uniform(0.1, 0.3)
     for shares in ([32, 32], [39, 25]):
@@ -258,7 +258,7 @@ def kept_apart(seed):
 
 
 def test_where_ranks_report_different_steps_a_resplit_that_makes_them_shorter_is_kept():
-    assert all(map(kept_apart, range(200)))
+    assert all(map(split_is_kept, range(200)))
 
 
 def test_steps_that_became_longer_by_a_change_of_speed_are_no_reason_to_take_the_answer_back():
@@ -283,7 +283,7 @@ def test_a_share_grows_to_twice_what_has_been_seen_at_most():
     fast = [report(0.0001), report(0.01), report(0.01), report(0.01)]
     grown = [planner.shares(planner.update(step, fast).start)[0] for step in (4, 8)]
     assert grown == [32, 61]
-    # What has been managed once stays allowed.
+    # A size that was possible once stays allowed.
     assert planner.update(12, fast[::-1]) is not None
     assert planner.update(16, fast) is not None
     assert planner.shares(16) == [61, 1, 1, 1]
@@ -300,8 +300,8 @@ def skewed_planner(total=64, **options):
 
 @pytest.mark.parametrize("size", [128, 129, 1000])
 def test_a_plan_also_splits_batches_much_larger_than_those_of_training(size):
-    # Validation may use larger batches, and a batch sampler of the user's may vary them; the caution about growth
-    # is no limit that the user has set.
+    # Validation may use larger batches, and a batch sampler of the user's may vary them; the limit of growth
+    # does not come from the user, and does not count here.
     shares = skewed_planner().plans[-1].split([size])[0]
     assert sum(shares) == size
     assert min(shares) > 0
@@ -404,7 +404,7 @@ def test_every_rank_takes_a_sample_unless_it_may_take_none():
         ({}, 64, [28, 28, 4, 4]),  # a quarter of an even share
         ({}, 1024, [496, 496, 16, 16]),  # but no more than that
         ({}, 16, [6, 6, 2, 2]),  # and no less than this
-        ({"low": 1}, 64, [31, 31, 1, 1]),  # the user has said otherwise
+        ({"low": 1}, 64, [31, 31, 1, 1]),  # the user has set another limit
         ({}, 7, [2, 2, 2, 1]),  # too few for that; the plan begins even, and no share doubles at once
         ({"balance": [20, 20, 1, 0]}, 64, [31, 31, 2, 0]),
     ],
@@ -569,7 +569,7 @@ def test_earlier_plans_are_still_known() -> None:
 
 
 def test_a_rank_that_is_behind_learns_plans_without_forgetting_by_which_it_still_draws() -> None:
-    """When ranks are lost, it learns from one that is ahead."""
+    """If ranks are lost, the rank that is behind learns the plans from one that is ahead."""
     ahead, behind = Planner(2), Planner(2)
     for planner in (ahead, behind):
         planner.expect(32)
@@ -675,7 +675,7 @@ def test_multiples_in_turn(total, multiple, sizes):
 
 
 def past_planner(*plans: tuple[int, Sequence[int]]) -> Planner:
-    """One by which ranks take so many samples from a step on."""
+    """A planner with past plans: the samples of each rank, from a step on."""
     made = Planner(len(plans[0][1]))
     made.total = 12
     made.plans = [Plan(start, (Cost(0, 1),) * len(n), tuple(n), tuple(n)) for start, n in plans]
@@ -688,7 +688,7 @@ def test_shares_are_those_of_each_step() -> None:
     assert past.samples(9, 5) == 5 * 4 + 10 * 7 + 5 * 10
     assert past.samples(7, 12) == 8 * 3 + 5 * 1
     assert past.samples(4, 25) == 0
-    assert past.samples(4, 30) == 0  # it was ahead: others take from step 25 on what it had trained on
+    assert past.samples(4, 30) == 0  # it was ahead: from step 25 on others take the samples that it had trained on
 
 
 def test_of_steps_that_nobody_remembers_the_oldest_plan_counts() -> None:
@@ -698,7 +698,7 @@ def test_of_steps_that_nobody_remembers_the_oldest_plan_counts() -> None:
 
 
 def test_two_are_lost_one_after_the_other() -> None:
-    """The second one before the steps are over that were drawn when the first one was lost."""
+    """The second rank is lost before the steps end that were drawn when the first one was lost."""
     past = ShareHistory()
     past.end([0, 1, 2], past_planner((0, [2, 4, 6])), 30)
     assert past.samples(1, 20) == 10 * 4
@@ -710,12 +710,12 @@ def test_two_are_lost_one_after_the_other() -> None:
 def test_who_could_not_meet_meets_again_among_fewer() -> None:
     past = ShareHistory()
     past.end([0, 1, 2, 3], past_planner((0, [3, 3, 3, 3])), 30)
-    past.end([0, 1, 3], past_planner((0, [4, 4, 4])), 28)  # the one that had drawn the most is lost, too
+    past.end([0, 1, 3], past_planner((0, [4, 4, 4])), 28)  # the rank that had drawn the most is lost, too
     assert past.samples(2, 20) == past.samples(3, 20) == 8 * 3
 
 
 def test_turns() -> None:
-    """Ranks get in turn what is left over: in the long run, and of some steps, nobody gets more."""
+    """Ranks get the remainder in turn: over many steps, and over some, no rank gets more."""
     made = Planner(3, "off")
     made.expect(10)
     made.rotates, made.origin = True, -50  # the epoch has begun with step 50
@@ -734,7 +734,7 @@ def test_a_batch_that_is_too_small_for_all_is_still_whole():
 
 
 def test_limits_that_leave_no_room_are_an_error():
-    """Samples would be left out without a word."""
+    """Otherwise samples would be left out silently."""
     with pytest.raises(ShareError, match="cannot be split"):
         exact_shares(32, [Cost(0.0, 1.0)] * 10, [0] * 10, [3] * 10)
 

@@ -1,4 +1,4 @@
-"""The agreed plan, driven through a simulated cluster without processes."""
+"""The agreed plan, in a simulated cluster without processes."""
 
 import itertools
 import random
@@ -70,22 +70,22 @@ def test_a_change_under_noise_is_followed_too():
 UNEQUAL = [Cost(0.010 / speed, 0.004 / speed) for speed in (0.8, 0.4, 0.2, 0.2)]  # even 370 ms, (35, 16, 7, 6) 190 ms
 
 
-def first_steps(noise: float, apart: int = 1) -> tuple[float, float, float]:
-    """Of runs of 72 steps: the best time over that of all steps, of the 16th, and of the mean after 40%; medians."""
+def first_steps(noise: float, meet_every: int = 1) -> tuple[float, float, float]:
+    """Medians over runs of 72 steps: the best time over that of all steps, of step 16, and of the mean after 40%."""
     found, best = [], optimum(UNEQUAL, 64)
     for seed in range(9):
-        cluster = Cluster(UNEQUAL, noise=gaussian(noise, seed), apart=apart)
+        cluster = Cluster(UNEQUAL, noise=gaussian(noise, seed), meet_every=meet_every)
         seconds = cluster.run(72)
         found.append((72 * best / max(cluster.exact), best / seconds[15], best / statistics.mean(seconds[29:])))
     whole, soon, later = (statistics.median(column) for column in zip(*found, strict=True))
     return whole, soon, later
 
 
-@pytest.mark.parametrize("apart", [1, 4, 12])
+@pytest.mark.parametrize("meet_every", [1, 4, 12])
 @pytest.mark.parametrize("noise", [0.0, 0.01, 0.02])
-def test_first_shares_are_corrected_soon(noise: float, apart: int) -> None:
-    """Three even steps and one of 205 ms cost 555 ms more than the best ones: 13680 ms of 14235, or 0.961."""
-    whole, soon, later = first_steps(noise, apart)
+def test_first_shares_are_corrected_soon(noise: float, meet_every: int) -> None:
+    """Three even steps and one of 205 ms cost 555 ms more than four of the best: 13680 ms of 14235, or 0.961."""
+    whole, soon, later = first_steps(noise, meet_every)
     assert whole >= 0.95
     assert soon >= 0.98
     assert later >= 0.98
@@ -95,10 +95,10 @@ def test_under_much_noise_most_of_the_samples_are_there_too() -> None:
     assert first_steps(0.1)[0] >= 0.93
 
 
-@pytest.mark.parametrize("apart", [1, 12])
-def test_the_mutant_without_early_meetings(monkeypatch: pytest.MonkeyPatch, apart: int) -> None:
+@pytest.mark.parametrize("meet_every", [1, 12])
+def test_the_mutant_without_early_meetings(monkeypatch: pytest.MonkeyPatch, meet_every: int) -> None:
     monkeypatch.setattr("simulation.OPENING", ())
-    assert first_steps(0.0, apart)[0] < 0.94
+    assert first_steps(0.0, meet_every)[0] < 0.94
 
 
 def test_the_mutant_that_corrects_only_what_is_sure(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,19 +177,19 @@ def test_other_intervals_between_reports_reach_the_optimum_too(every):
 
 #: Speeds 1 : 0.6 : 0.05. With its least share the third rank takes 0.264 s; without it a batch takes 0.224 s.
 THREE = [Cost(0.04, 0.0092), Cost(0.04, 0.0092 / 0.6), Cost(0.08, 0.184)]
-#: As many samples as ranks, or twice that, of a batch that costs nearly the same whatever its size: whoever seems slow
-#: could be left out at the least price here.
+#: Ranks, and their cost; a batch has one or two samples for each rank, and costs nearly the same for any size: a rank
+#: that seems slow could be left out here at the least price.
 SMALL = [(2, TINY), (2, Cost(0.010, 0.0002)), (4, Cost(0.010, 0.0002)), (4, Cost(0.2, 0.001))]
 
 
 def idle(cluster: Cluster) -> list[tuple[int, ...]]:
-    """The ranks without samples, each time that they change."""
+    """The ranks without samples, after each change of these."""
     found = [plan.idle for _, plan in cluster.plans]
     return [now for before, now in zip([(), *found], found, strict=False) if now != before]
 
 
 def best_of_subsets(costs: list[Cost], total: int) -> float:
-    """Seconds of a step with the best of all sets of ranks, of which the first is one, each with a sample at least."""
+    """Seconds of a step with the best set of ranks. The first rank is in all sets; each rank has a sample at least."""
     sets = [(0, *rest) for size in range(len(costs)) for rest in itertools.combinations(range(1, len(costs)), size)]
     lines = [[costs[rank] for rank in ranks] for ranks in sets if len(ranks) <= total]
     return min(makespan(split(total, own, [1] * len(own)), own) for own in lines)
@@ -246,7 +246,7 @@ def test_the_mutant_that_never_probes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.long
 def test_steps_that_do_not_become_shorter_bring_a_rank_back_for_long():
-    """The second rank is slow whenever the third has no samples, such as where both share a link."""
+    """The second rank is slow while the third has no samples, as if both shared a link."""
     lent = Cluster(THREE, 32, planners=1)
 
     def noise(step, rank, now, seconds):
@@ -256,7 +256,7 @@ def test_steps_that_do_not_become_shorter_bring_a_rank_back_for_long():
     lent.run(240)
     assert idle(lent) == [(2,), ()]
     lent.run(200)
-    assert idle(lent) == [(2,), (), (2,), ()]  # tried again after 64 looks, of four steps each
+    assert idle(lent) == [(2,), (), (2,), ()]  # tried again after 64 reports, of four steps each
     lent.run(360)
     assert idle(lent) == [(2,), (), (2,), ()]  # and the next time after 128
 
@@ -269,7 +269,7 @@ def test_without_noise_ranks_are_left_out_as_if_all_subsets_were_tried(seed):
     total = rng.choice([8, 16, 32])
     cluster = Cluster(costs, total, planners=1)
     seconds = cluster.run(160)
-    # What is left out must be 10% slower than the rest, and a rank of use can be wrong by a sample.
+    # A rank is left out only if steps with it are 10% slower; the share of another rank can be wrong by a sample.
     assert min(seconds[-60:]) <= 1.1 * best_of_subsets(costs, total) + 1e-9
 
 

@@ -1,4 +1,4 @@
-"""What samples cost: who says so, what is refused, and what a rank learns from it."""
+"""Costs of samples: their sources, the errors, and the estimates of a rank."""
 
 import json
 import math
@@ -50,8 +50,8 @@ def test_who_says_what_samples_cost_in_this_order():
         (("sample_costs",), "Data.sample_cost", [1, 3, 3, 3]),
         (("sample_costs", "sample_cost"), "Data.sample_cost", [1, 1, 2, 2]),  # of the module
     ):
-        told = {name: value for name, value in ALL.items() if name not in gone}
-        assert found(Data(**told), module, by_index) == (source, costs)
+        given = {name: value for name, value in ALL.items() if name not in gone}
+        assert found(Data(**given), module, by_index) == (source, costs)
     assert found(Data(lengths=ALL["lengths"]), None, by_index) == ("Data.lengths", [1, 1, 1, 5])
     assert found(Data(), None, by_index) == ("sample_cost of the strategy", [1, 2, 3, 4])
     assert found(Data(), None, [2, 2, 2, 4]) == ("sample_cost of the strategy", [1, 1, 1, 2])
@@ -154,14 +154,14 @@ def test_ranks_draw_the_same_global_batches_and_a_resumed_epoch_its_rest(padded)
     samplers = ranks_that_draw(3, plans, costs, 41, Position(0, 0, 0))
     drawn = [[sampler.drawn.popleft() for _ in sampler] for sampler in samplers]
     for step in range(4):
-        own = [part[step] for part, told in zip(whole, drawn, strict=True) if told[step].samples]
+        own = [part[step] for part, records in zip(whole, drawn, strict=True) if records[step].samples]
         batch = [*range(12 * step, min(12 * step + 12, 41))]
         assert [i for part in own for i in part] == costs.deal(plans[step >= 2], batch)[0]
         assert sorted(i for part in own for i in part) == batch
-        for part, told in zip(whole, drawn, strict=True):
+        for part, records in zip(whole, drawn, strict=True):
             units = costs.values[part[step]]
-            assert told[step].cost == pytest.approx(len(units) * units.max() if padded else units.sum())
-            assert told[step].total == min(12, 41 - 12 * step)
+            assert records[step].cost == pytest.approx(len(units) * units.max() if padded else units.sum())
+            assert records[step].total == min(12, 41 - 12 * step)
     assert sum(costs.values[whole[0][1]]) > sum(costs.values[whole[1][1]])
     assert sum(costs.values[whole[0][2]]) < sum(costs.values[whole[1][2]])  # speeds have changed
     rest = [list(sampler) for sampler in ranks_that_draw(3, plans, costs, 41, Position(0, 2, 2))]
@@ -255,7 +255,7 @@ class Simulated:
         self.evidence = [SpeedEstimator() for _ in truth]
 
     def run(self, steps):
-        """Seconds of each step, over those of samples that can be cut, which nobody beats."""
+        """Seconds of each step, relative to those of samples that can be cut, which are the least possible."""
         found, reports = [], None
         for step in range(steps):
             if reports:
@@ -275,8 +275,8 @@ class Simulated:
                 evidence.observe(StepTiming(size, work, max(times) - times[i], 0, 0, 0, False, False, 1), model.cost)
                 speed = evidence.speed(model.cost)
                 error = speed.noise if model.ready else math.inf
-                told = (*speed.cost[:2], error, step + 2, counts[i], work, max(times) - work, 1, speed.since)
-                reports.append(Report(*told))
+                values = (*speed.cost[:2], error, step + 2, counts[i], work, max(times) - work, 1, speed.since)
+                reports.append(Report(*values))
         return found
 
 
@@ -284,4 +284,4 @@ def test_ranks_learn_seconds_per_unit_of_cost():
     truth = [Cost(0.1, 0.02), Cost(0.05, 0.01), Cost(0.2, 0.005), Cost(0.1, 0.04)]
     found = Simulated(truth, learns=True).run(300)
     assert np.mean(found[:4]) > 1.5
-    assert np.mean(found[-100:]) < 1.035  # 1.05 if they learn seconds per sample
+    assert np.mean(found[-100:]) < 1.035  # 1.05 with seconds per sample

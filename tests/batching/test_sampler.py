@@ -1,4 +1,4 @@
-"""All ranks of a job in one process: what they draw and evaluate together, against what one process would draw."""
+"""All ranks of a job in one process: they draw and evaluate together the samples that one process would draw."""
 
 import math
 from collections import Counter
@@ -36,7 +36,7 @@ def one_process(samples, batch_size, drop_last, epoch):
 
 
 class Rank:
-    """One rank: its sampler, and where training stands."""
+    """A rank: its sampler, and the position of the training."""
 
     def __init__(self, rank, planner, samples, batch_size, drop_last=False, replica=None):
         self.position = Position(0, 0, 0)
@@ -61,18 +61,18 @@ class Rank:
         self.position = Position(epoch, batch, epoch * len(self.sampler) + batch if step is None else step)
 
     def run(self):
-        """The rest of the epoch: pairs of a batch and what the sampler says about it."""
+        """Iterate over the rest of the epoch: pairs of a batch and the sampler's record of it."""
         return [(batch, self.sampler.drawn.popleft()) for batch in self.sampler]
 
 
 def check_together(parts, reference):
-    """``parts[rank][step]`` make up the reference's batches exactly."""
+    """Check that ``parts[rank][step]`` make up the reference's batches exactly."""
     assert {len(steps) for steps in parts} == {len(reference)}  # the same number of steps on every rank
     for step, batch in enumerate(reference):
         together = []
         for own, drawn in (steps[step] for steps in parts):
             if drawn.samples == 0:
-                assert len(own) == 1  # a padding batch, which must be something that the model can take
+                assert len(own) == 1  # a padding batch, which must have a sample for the model
                 assert own[0] in batch
             else:
                 assert len(own) == drawn.samples
@@ -163,12 +163,12 @@ def test_resuming_within_an_epoch_gives_exactly_the_rest(job, epoch, data):
 # -- shorter loaders, epochs cut short -----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("told", [6, 0])  # whether Lightning still tells the batches of the resumed epoch
-def test_a_shorter_loader_resumes_where_it_was(told):
+@pytest.mark.parametrize("known", [6, 0])  # whether Lightning still tells the batches of the resumed epoch
+def test_a_shorter_loader_resumes_where_it_was(known):
     rank = Rank(0, Planner(1), 12, 4)
     rank.go_to(0, 5, step=5)  # in its second round, with one batch of three to go
     steps = rank.run()
-    rank.go_to(0, told, step=6)
+    rank.go_to(0, known, step=6)
     steps += rank.run()
     reference = one_process(12, 4, False, 0)
     check_together([steps], [reference[2], *reference])

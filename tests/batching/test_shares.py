@@ -57,7 +57,7 @@ def limited(draw, most_total=12, kinds=cost_lists):
 
 
 def every_split(total, low, high):
-    """All ways to split ``total`` within the limits."""
+    """All splits of ``total`` within the limits."""
     ranges = (range(lo, min(h, total) + 1) for lo, h in zip(low, high, strict=True))
     return (shares for shares in itertools.product(*ranges) if sum(shares) == total)
 
@@ -130,7 +130,7 @@ def test_a_million_samples_take_no_million_steps():
     ("total", "costs", "low", "high", "shares"),
     [
         (64, [(0.010, k) for k in (0.002, 0.002, 0.004, 0.008)], None, None, [24, 24, 11, 5]),  # all take 58 ms or less
-        (7, [(0, 10), (0, 10), (0, 1)], None, None, [0, 0, 7]),  # rounded proportions would be slower: 1, 0, 6
+        (7, [(0, 10), (0, 10), (0, 1)], None, None, [0, 0, 7]),  # the rounded proportions 1, 0, 6 would be slower
         (32, [FLAT, (0.010, 0.004)], None, None, [17, 15]),  # 68 and 70 ms: a flat device is filled first
         (24, [FLAT, (0.010, 0.007)], None, None, [16, 8]),  # 64 and 66 ms
         (6, [(0, 1), (0, 1), (0, 1)], None, None, [2, 2, 2]),
@@ -138,7 +138,7 @@ def test_a_million_samples_take_no_million_steps():
         (8, [(0, 1), (0, 1), (0, 1)], None, None, [3, 3, 2]),
         (3, [(0, 2), (0, 1)], None, None, [1, 2]),  # both would finish their next sample at 2
         (2, [(0, 2), (0, 1)], None, None, [1, 1]),  # a tie at 2 goes to rank 0 though rank 1 is faster
-        (9, [(0, 1), (10, 1)], None, None, [9, 0]),  # not worth starting
+        (9, [(0, 1), (10, 1)], None, None, [9, 0]),  # its fixed cost is too high
         (5, [(0, 1), (0, 1)], [4, 0], None, [4, 1]),
         (5, [(0, 1), (0, 1)], None, [1, 9], [1, 4]),
         (5, [(0, 1), (0, 1)], [2, 3], [2, 3], [2, 3]),

@@ -48,14 +48,14 @@ def nothing():
 
 
 class Wire:
-    """Gives all ranks what each has given, when all have."""
+    """Exchange in threads: all ranks get the values of all, once all have given theirs."""
 
     def __init__(self, world):
         self.world, self.given, self.exchanges = world, [None] * world, 0
         self.barrier = threading.Barrier(world, timeout=60)
 
     def exchange(self, rank):
-        """The peers of a rank where there is one replica."""
+        """Peers of a rank in a job with one replica."""
 
         def of_replica(tally):
             self.given[rank] = tally
@@ -83,7 +83,7 @@ def run(streams, wire, steps=None):
         except DataError as error:
             results[rank] = error
         except BaseException:
-            wire.barrier.abort()  # or the others would wait for the rest of the test
+            wire.barrier.abort()  # otherwise the others would wait until the test ends
             raise
 
     threads = [threading.Thread(target=work, args=(rank,)) for rank in range(len(streams))]
@@ -101,7 +101,7 @@ def job(loaders, size_of=len, kind=Stream, **options):
 
 
 def numbered(lengths):
-    """Batches of these lengths, each sample a number of its own."""
+    """Batches of these lengths, of numbered samples."""
     numbers = iter(range(10**6))
     return [[[next(numbers) for _ in range(n)] for n in of_rank] for of_rank in lengths]
 
@@ -207,7 +207,7 @@ def test_a_stream_can_be_copied():
 
 
 class Shared:
-    """Ranks that read one stream, one after the other in one process, and lose some of them."""
+    """Ranks that read one stream, in one process by turns; some of them are lost."""
 
     def __init__(self, world, samples, workers=0, costs=None):
         self.world, self.step, self.ranks = world, 0, list(range(world))
@@ -225,7 +225,7 @@ class Shared:
         return lambda step: (plan, False)
 
     def lose(self, lost):
-        """The others share the batches from the first step that none of them has asked for."""
+        """Remove a rank; the others share the batches from the first step on that none of them has asked for."""
         kept = [now for now, rank in enumerate(self.ranks) if rank != lost]
         self.ranks = [self.ranks[now] for now in kept]
         world = len(kept)
@@ -241,11 +241,11 @@ class Shared:
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("seed", range(5))
 def test_ranks_of_a_shared_stream_are_lost_wherever_the_others_are(seed, workers, costs):
-    """Steps that somebody has asked for stay as they are; from the next one on nothing is missing."""
+    """Steps that a rank has asked for stay; from the next one on no sample is missing."""
     rng = random.Random(seed)
     job = Shared(4, 173, workers, costs)
     streams = [iter(loader) for loader in job.loaders]
-    taken = [[] for _ in streams]  # of each rank, by step: samples, and what counts with the others'
+    taken = [[] for _ in streams]  # of each rank, by step: the samples that count
     starts, lost = [], []
     when = sorted(rng.sample(range(20), 2))
     for turn in count():
@@ -271,11 +271,11 @@ def test_ranks_of_a_shared_stream_are_lost_wherever_the_others_are(seed, workers
         draws = [job.loaders[rank].drawn[step] for rank in job.ranks]  # nobody has taken one
         assert {drawn.total for drawn in draws} == {len(samples)}
         assert [drawn.samples for drawn in draws] == [len(taken[rank][step]) for rank in job.ranks]
-        if costs:  # in that of a mean sample of the global batch
+        if costs:  # in units of the mean cost of the global batch's samples
             mean = sum(map(costs.ask, whole)) / len(whole)
             for drawn, rank in zip(draws, job.ranks, strict=True):
                 own = sum(map(costs.ask, taken[rank][step]))
-                assert drawn.cost == pytest.approx(own / mean) if own else drawn.cost > 0  # of padding
+                assert drawn.cost == pytest.approx(own / mean) if own else drawn.cost > 0  # the cost of padding
     for stream in streams:
         stream.close()
 
@@ -289,13 +289,13 @@ def test_who_has_missed_a_result_gets_it_from_who_has_it():
     number, result = max(ahead.latest, behind.latest)
     assert (number, behind.calls) == (1, 1)
     behind.received[number] = result
-    assert behind.latest == ahead.latest  # should the one that was ahead be lost now
+    assert behind.latest == ahead.latest  # it can replace the one that was ahead, if that is lost
     assert behind.once(pytest.fail) == 7
     assert (behind.calls, behind.latest) == (ahead.calls, ahead.latest)
 
 
 def test_replicas_run_as_many_batches_as_the_one_that_knows_of_most():
-    """A replica is lost that had more batches than the others. One of them had read this, and has run padding."""
+    """A lost replica had more batches than the others. One of them had read this, and has run a padding batch."""
     store = HashStore()
     trackers = [DataProgressTracker(store, [0, 1, 2], replica, 5.0) for replica in range(3)]
     for tracker in trackers:

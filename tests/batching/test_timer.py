@@ -10,12 +10,12 @@ CPU = torch.device("cpu")
 
 
 def lap(timer, samples):
-    """The laps known by now: samples, work, wait."""
+    """End a step; the known laps: samples, work, wait."""
     return [known[:3] for known in timer.end_step(samples)]
 
 
 class Slow(torch.autograd.Function):
-    """Identity, of which the backward pass takes some time of this rank's own."""
+    """Identity; the backward pass takes some time of this rank's own."""
 
     @staticmethod
     def forward(ctx, x, spend):
@@ -29,7 +29,7 @@ class Slow(torch.autograd.Function):
 
 
 def backward(timer, own, waiting, layers=1, fail=False):
-    """A backward pass like DDP's: once the last gradient is there, a callback waits for the other ranks."""
+    """Run a backward pass like DDP's: after the last gradient a callback waits for the other ranks."""
     weight = torch.ones(1, requires_grad=True)
     queued = []
 
@@ -73,7 +73,7 @@ def test_laps_follow_each_other(timer, clock):
 
 
 def test_ranks_that_all_read_the_same_time_are_told_apart(clock):
-    # As in a job: whoever is fast waits for the slow one, so that both have spent 25 at the end of backward.
+    # As in a job: the fast rank waits for the slow one, so that for both the backward pass ends after 25.
     laps = []
     for own in (5, 25):
         clock.now = 100.0
@@ -108,18 +108,18 @@ FAKE = torch.device("cuda")
 
 
 class Device:
-    """Does what it is given, in order, behind the host's clock. Its events pass when it has got there."""
+    """A device that works in order, behind the host's clock. An event has passed when the device has reached it."""
 
     def __init__(self, clock):
         self.clock, self.busy_until = clock, clock.now
 
     def compute(self, seconds, launch=0.0):
-        """The host launches work, which takes some seconds of the device."""
+        """Launch work from the host, which takes some seconds of the device."""
         self.clock.spend(launch)
         self.busy_until = max(self.busy_until, self.clock.now) + seconds
 
     def item(self):
-        """The host waits until all is done, to read a number."""
+        """Let the host wait until all is done, as to read a number."""
         self.clock.now = max(self.clock.now, self.busy_until)
 
     # -- as points in time
@@ -203,7 +203,7 @@ def test_fetching_that_began_before_a_restart_does_not_count(timer, clock):
 
 
 class Event:
-    """Of a backend whose events can be timed, if it says so."""
+    """An event of a backend; whether events can be timed is an attribute."""
 
     works = True
 

@@ -1,4 +1,4 @@
-"""EmulatedSpeed: a step takes the time of the device that it emulates, under any strategy, and uses no core for it."""
+"""EmulatedSpeed: a step takes the time of the emulated device, under any strategy, and uses no CPU time for it."""
 
 import sys
 import time
@@ -48,7 +48,7 @@ def _fit(emulated: EmulatedSpeed, module: pl.LightningModule | None = None, **op
 @pytest.mark.parametrize("module", [Net, GanLike], ids=lambda module: module.__name__)
 def test_a_step_takes_as_long_as_the_emulated_device(module: type[pl.LightningModule]) -> None:
     clock = _fit(EmulatedSpeed([(0.1, 0.01)]), module())  # the second backward pass of a step is not slowed again
-    spent = median(clock.cpu)  # on what is no emulation, such as the optimizer: more on a busy machine
+    spent = median(clock.cpu)  # outside of the emulation, such as in the optimizer: more on a busy machine
     assert 0.19 < median(clock.steps) < 0.21 + 2 * spent
     assert spent < 0.5 * 0.2
 

@@ -1,4 +1,4 @@
-"""What leaves the monitor: the names of its metrics, the endpoint for Prometheus, TensorBoard's charts."""
+"""Exports of the monitor: the names of its metrics, the endpoint for Prometheus, TensorBoard's charts."""
 
 import re
 import socket
@@ -87,9 +87,9 @@ def test_the_names_that_are_logged_are_those_that_are_documented() -> None:
     assert generic(after) >= {"view", "stall_s", "lost_samples", "ranks", "replicas"}
     assert generic(name for names in [*found.values(), after] for name in names) == set(METRICS)
     page = [row[0] for row in rows(ROOT / "docs" / "monitoring.md") if row[0].startswith("`hetero/")]
-    told = [name for cell in page for name in re.findall(r"`hetero/([^`]+)`", cell)]
-    assert len(told) == len(METRICS)
-    assert set(told) == set(METRICS)
+    documented = [name for cell in page for name in re.findall(r"`hetero/([^`]+)`", cell)]
+    assert len(documented) == len(METRICS)
+    assert set(documented) == set(METRICS)
 
 
 def test_every_chart_shows_a_metric() -> None:
@@ -100,7 +100,7 @@ def test_every_chart_shows_a_metric() -> None:
 
 
 def _scraped(port: int) -> tuple[str, bool]:
-    """What the endpoint says in a fit, by a real request; whether it is closed afterwards."""
+    """The endpoint's text in a fit, by a real request; whether it is closed afterwards."""
     text = ""
 
     def scrape(trainer: pl.Trainer) -> None:

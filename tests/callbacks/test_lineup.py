@@ -1,4 +1,4 @@
-"""The report when ranks are lost within a fit: the successor writes it, with the numbers of `MembershipChange`."""
+"""Report of a fit in which ranks are lost: the successor writes it, with the numbers of `MembershipChange`."""
 
 import io
 import json
@@ -100,13 +100,13 @@ def test_the_successor_writes_who_was_lost_and_what_it_cost(tmp_path: Path, rank
     assert f"Since then rank {first} writes checkpoints and logs." in page
     assert "on 3 ranks" in page
 
-    told = list(rest)
+    remaining = list(rest)
     for value in rest.values():
-        assert set(value["ranks"]) <= {(0, 1, 2), tuple(told)}
-        assert tuple(told) in value["ranks"]
+        assert set(value["ranks"]) <= {(0, 1, 2), tuple(remaining)}
+        assert tuple(remaining) in value["ranks"]
         assert all(widths == {len(ranks)} for widths, ranks in zip(value["widths"], value["ranks"], strict=True))
     assert {"hetero/lost_samples", "hetero/stall_s", "hetero/view"} <= rest[first]["logged"]
-    assert f"hetero/share/rank{told[1]}" in rest[first]["logged"]
+    assert f"hetero/share/rank{remaining[1]}" in rest[first]["logged"]
 
 
 class Dies(pl.Callback):
@@ -125,8 +125,8 @@ class Dies(pl.Callback):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-class Notes(pl.Callback):
-    """Notes what the strategy knows of those who were lost, and joined; of what the monitor does not see itself."""
+class KeepsLosses(pl.Callback):
+    """Keeps the strategy's records of ranks that were lost or have joined, which the monitor does not record itself."""
 
     def __init__(self) -> None:
         self.losses: list[dict[str, Any]] = []
@@ -138,9 +138,9 @@ class Notes(pl.Callback):
 
 def _others_join(folder: str) -> Any:
     os.chdir(folder)
-    monitor, notes = HeteroMonitor(f"{folder}/report"), Notes()
-    grown("HeteroDDPStrategy", {"balance": "off"}, f"{folder}/job", 1, [lambda: monitor, lambda: notes, Dies])
-    return notes.losses, [] if monitor.summary is None else monitor.summary.verdict.sentences
+    monitor, keeper = HeteroMonitor(f"{folder}/report"), KeepsLosses()
+    grown("HeteroDDPStrategy", {"balance": "off"}, f"{folder}/job", 1, [lambda: monitor, lambda: keeper, Dies])
+    return keeper.losses, [] if monitor.summary is None else monitor.summary.verdict.sentences
 
 
 def test_the_report_tells_all_changes_also_those_before_others_have_joined(tmp_path: Path) -> None:
@@ -161,23 +161,23 @@ def test_the_report_tells_all_changes_also_those_before_others_have_joined(tmp_p
         ["0", "1"],
         ["1", "2"],
         ["1", "2"],
-    ]  # rank 0 has told of the first when others joined
+    ]  # rank 0 reported the first change when others joined
     assert [change["stalls"]["1"] for change in changes] == [loss["seconds"] for loss in losses]
     assert [change["writer"] for change in changes] == [0, 0, 1]
     assert changes[0]["at"] < 0 < changes[1]["at"] < changes[2]["at"]
-    times = [loss["at"] for loss in losses]  # of another clock; it was read once more while the ranks met
+    times = [loss["at"] for loss in losses]  # by another clock, which was read once more while the ranks met
     assert np.allclose(np.diff([change["at"] for change in changes]), np.diff(times), atol=0.5)
     assert found["verdict"]["slowest"] is not None  # nobody is missing: those who were lost before are not expected
 
     page = (tmp_path / "report" / "report.html").read_text()
-    told = [
+    texts = [
         f"Rank 2 {DIED}. Training went on with 2 ranks after step {losses[0]['step']}, ",
         f"Rank 2 joined. Training went on with 3 ranks after step {losses[1]['step']}, ",
         f"Rank 0 {DIED}. Training went on with 2 ranks after step {losses[2]['step']}, ",
     ]
-    places = [page.index(text) for text in told]
+    places = [page.index(text) for text in texts]
     assert places == sorted(places)
-    assert [sentence.startswith(text) for sentence, text in zip(sentences, told, strict=False)] == [True] * 3
+    assert [sentence.startswith(text) for sentence, text in zip(sentences, texts, strict=False)] == [True] * 3
     assert "before others joined, when the time lines begin" in sentences[0]
 
 
@@ -188,12 +188,12 @@ def _members(number: int, rank: int, world: int) -> Any:
 
 
 def test_changes_go_through_several_joins_also_to_those_who_join() -> None:
-    """Stalls are those of every rank at the time, by its number then; a rank that joins knows all that others know."""
+    """Stalls are those of the ranks at the time, by their numbers then; a rank that joins gets all earlier changes."""
     old = [MembershipHistory(_members(0, rank, 3), 100.0 * rank) for rank in range(3)]
     lost = [MembershipChange(1, {0: "died"}, 2, 1, 0.5 + rank, 7, 4, at=100.0 * rank + 3) for rank in range(3)]
-    told = [None if rank == 0 else old[rank].until(100.0 * rank + 10, [lost[rank]]) for rank in range(3)]
+    history = [None if rank == 0 else old[rank].until(100.0 * rank + 10, [lost[rank]]) for rank in range(3)]
     view, joins = (
-        [told[1], told[2], None],
+        [history[1], history[2], None],
         [MembershipChange(2, {}, 3, 1, 0.1, 0, 9, (2,), at=200.0 + rank) for rank in range(3)],
     )
     new = [MembershipHistory(_members(2, rank, 3), 200.0, view) for rank in range(3)]
@@ -209,7 +209,7 @@ def test_changes_go_through_several_joins_also_to_those_who_join() -> None:
 
 
 def test_who_was_lost_while_others_joined_is_not_missed_among_those_that_began_again() -> None:
-    """All are renumbered then, and its number is that of another rank."""
+    """A loss renumbers all ranks; the lost rank's number is then that of another one."""
     attendance = MembershipHistory(_members(5, 0, 2), 10.0)
     [change] = attendance.changes([MembershipChange(5, {0: "died"}, 2, 1, 0.5, 0, 4, at=11.0)], [])
     assert (change.writer, change.ranks) == (0, 2)

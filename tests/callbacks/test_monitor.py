@@ -1,4 +1,4 @@
-"""HeteroMonitor: it logs what ranks report, once, on all alike; what it keeps of a long fit is bounded."""
+"""HeteroMonitor: it logs the reports of ranks, once, on all alike; its records of a long fit are bounded."""
 
 import os
 import pickle
@@ -35,7 +35,7 @@ class Endless(IterableDataset):
 
 
 def _fit(strategy: Any = None, data: Any = None, epochs: int = 1, fits: int = 1, **options: Any) -> dict[str, Any]:
-    """What a monitor has seen of a fit, or of several."""
+    """Records of a monitor after a fit, or after several."""
     monitor, logger, bar = HeteroMonitor(report=None), Memory(), TQDMProgressBar()
     settings = {**FAST, "enable_progress_bar": True, "logger": logger, "callbacks": [monitor, bar]}
     settings |= {"log_every_n_steps": 1, "max_epochs": epochs, **options}

@@ -1,4 +1,4 @@
-"""The report: figures by hand, a page that a browser shows, what a notebook shows of it, and nothing unasked for."""
+"""The report: figures by hand, its page in a browser and in a notebook, and no files that nobody asked for."""
 
 import base64
 import json
@@ -33,7 +33,7 @@ PER_RANK = 8
 
 
 class Slow(Dataset):
-    """Rank 1 needs a while for each sample."""
+    """A dataset that is slow on rank 1, for each sample."""
 
     def __init__(self, samples: int) -> None:
         self.data, self.rank = dataset(samples), None
@@ -81,11 +81,11 @@ def _fits(root: Path) -> dict[str, Any]:
     _fit(root / "none", HeteroDDPStrategy(), none, max_epochs=1)
     _fit(root / "fast", HeteroDDPStrategy(), HeteroMonitor(), fast_dev_run=True)
     (root / "a_file").touch()
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         _fit(root, HeteroDDPStrategy(), HeteroMonitor("a_file/report"), max_epochs=1)
-    words = [str(warning.message) for warning in said if "HeteroMonitor" in str(warning.message)]
-    return {"said": words, "values": sum(p.numel() for p in Net().parameters()), "history": len(none.history)}
+    words = [str(warning.message) for warning in caught if "HeteroMonitor" in str(warning.message)]
+    return {"messages": words, "values": sum(p.numel() for p in Net().parameters()), "history": len(none.history)}
 
 
 @pytest.fixture(scope="module")
@@ -157,7 +157,7 @@ def test_an_error_ends_the_fit_before_the_timeout_and_rank_zero_reports_what_it_
 
 
 def fit(**changes: Any) -> FitRecord:
-    """Two ranks, a replica each, that have exchanged."""
+    """Record of a fit of two replicas of one rank that have exchanged."""
     steps = [StepSpan(i, 1, 0.1 * i, 8, 0.01, 0.06, 0.0, 0.03) for i in range(20)]
     exchanges = [
         ExchangeRecord(i, i, 100 * i, 0.1 * i, 0.0, float("nan"), {"center_distance": 1.0}) for i in range(1, 20)
@@ -206,8 +206,8 @@ def test_no_colour_means_two_things() -> None:
         assert not causes & {*colours(count)}
     seen = [rgb_to_hsv(to_rgb(colour)) for colour in CAUSES.values()]
     hues = sorted(360 * hue for hue, _, _ in seen)
-    apart = [(b - a) % 360 for a, b in zip(hues, [*hues[1:], hues[0]], strict=True)]
-    assert min(apart) > 40, hues  # loading data and exposed exchanges once were two oranges: 41 and 27
+    gaps = [(b - a) % 360 for a, b in zip(hues, [*hues[1:], hues[0]], strict=True)]
+    assert min(gaps) > 40, hues  # 41 and 27 would be too near: two oranges
 
 
 def test_the_numbers_beside_the_shares_are_of_a_whole_batch() -> None:
@@ -223,7 +223,7 @@ def test_padding_is_no_sample_none_is_written_unasked_and_no_report_ends_the_tra
     assert views[1]["samples_per_s"] == 0
     assert not any((root / name).exists() and any((root / name).iterdir()) for name in ("none", "fast"))
     assert all(result["history"] for result in results)
-    [words], nothing = (result["said"] for result in results)
+    [words], nothing = (result["messages"] for result in results)
     assert re.search("could not write its report to .*a_file/report: ", words)
     assert nothing == []
 
@@ -329,5 +329,5 @@ def test_with_a_report_it_has_the_verdict_the_picture_and_the_way_to_the_rest(tm
     assert inside == (tmp_path / "a&b" / "timeline.png").read_bytes()
     assert (
         summary.verdict.headline in Reader(notebook_html([], summary)).words
-    )  # too short a fit for ranks to tell anything
+    )  # the fit is too short for ranks to report
     assert not re.search("<Net>|<script", notebook_html(HISTORY, summary))

@@ -1,4 +1,4 @@
-"""What forked and spawned ranks have seen is known to the process that has called the Trainer, as in a notebook."""
+"""Results of forked and spawned ranks in the process that has called the Trainer, as in a notebook."""
 
 import json
 from pathlib import Path

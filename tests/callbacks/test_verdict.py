@@ -16,12 +16,12 @@ def rank(
     number: int, samples: float, compute: float, data: float = 0.0, wait: float = 0.0, exchange: float = 0.0,
     network: float = 0.0, cost: Cost | Stepwise | None = PROPORTIONAL, seen: tuple[float, float] = (1, 100),
 ) -> RankTotals:  # fmt: skip
-    """A rank's 10 steps; times in seconds. Without a fixed cost, unless said otherwise."""
+    """Totals of a rank over 10 steps; times in seconds; by default without a fixed cost."""
     return RankTotals(number, 10, samples, data, compute, wait, exchange, network, cost=cost, seen=seen)
 
 
 def fitted(number: int, samples: float, fixed: float, per_sample: float, **options: Any) -> RankTotals:
-    """10 steps of a rank that works for exactly ``fixed + per_sample * n``."""
+    """Totals of a rank over 10 steps of exactly ``fixed + per_sample * n`` seconds."""
     cost = Cost(fixed, per_sample)
     return rank(number, 10 * samples, 10 * cost.seconds(samples), cost=cost, **options)
 

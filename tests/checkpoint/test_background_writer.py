@@ -1,4 +1,4 @@
-"""Writing in the background when ranks are lost: a save that only some had begun is left out by all."""
+"""Saves in the background when ranks are lost: all ranks leave out a save that only some have begun."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Copies in memory of what is saved at a step."""
+"""Copies in memory of the state that is saved at a step."""
 
 from typing import Any
 

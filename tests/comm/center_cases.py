@@ -1,4 +1,4 @@
-"""What ranks do with a center of any home, and what they then know."""
+"""Cases for ranks with a center of any home, and the results of each rank."""
 
 import math
 import threading
@@ -35,7 +35,7 @@ def copies(values: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def seen_by_host(center: Center, layout: CenterLayout) -> State | None:
-    """The center, while nobody exchanges."""
+    """State of the center, on its host, while nobody exchanges."""
     dist.barrier()
     state = center.read() if layout.rank == layout.host else None
     dist.barrier()
@@ -66,7 +66,7 @@ EXCHANGES = 60
 
 
 def crowd(center: Center, layout: CenterLayout) -> tuple[list[torch.Tensor], int, list[int], State | None]:
-    """Whole numbers and ``push = 1``, so that all sums are exact: what this rank has added, torn exchanges, counts."""
+    """Exact sums (whole numbers, ``push = 1``): this rank's additions, its torn exchanges, its counts, the center."""
     center.open(filled(0, 0, 0))
     added, torn, counts = [value.double() for value in filled(0, 0, 0)], 0, []
     dist.barrier()
@@ -80,7 +80,7 @@ def crowd(center: Center, layout: CenterLayout) -> tuple[list[torch.Tensor], int
 
 
 def losing(center: Center, layout: CenterLayout, careful: bool) -> tuple[float, float | None]:
-    """Slowly towards 1 from 0: what this rank has added to every number; where they are."""
+    """Move slowly from 0 to 1; the mean that this rank has added to each number, and the mean of the center."""
     zero = torch.zeros(4096)
     center.open([zero])
     added, push = torch.zeros(4096, dtype=torch.float64), 1e-3
@@ -98,7 +98,7 @@ def losing(center: Center, layout: CenterLayout, careful: bool) -> tuple[float, 
 
 
 def read_and_write(center: Center, own: torch.Tensor, push: float) -> None:
-    """The control: get the center, work, put it."""
+    """The control, without a lock: get the center, work, put it."""
     if not hasattr(center, "_window"):
         (now,), _ = center.read()
         own.sub_(now)
@@ -161,7 +161,7 @@ def set_alike(center: Center, layout: CenterLayout) -> tuple[PushPull, list[torc
 
 
 def while_host_sleeps(center: Center, layout: CenterLayout) -> int:
-    """Exchanges of all others, as the host has counted them before its training thread uses the center."""
+    """Number of exchanges of all others, as the host has counted them before its training thread uses the center."""
     center.open(filled(0, 0, 0))
     store = dist.distributed_c10d._get_default_store()
     exchanges, others, end = 0, layout.world - 1, time.monotonic() + 60
@@ -178,7 +178,7 @@ def while_host_sleeps(center: Center, layout: CenterLayout) -> int:
 
 
 def of_replicas(center: Center, layout: CenterLayout, replicas: list[list[int]]) -> list[Any]:
-    """Exchanges of replicas of 2 ranks and 1, which begin together."""
+    """Results of exchanges of two replicas, of 2 ranks and of 1, which begin together."""
     center.open(START)
     client, found = CenterClient(center, ReplicaLinks(layout.rank, replicas, Groups.open(LIMIT))), []
     for step in range(5):
@@ -193,7 +193,7 @@ def of_replicas(center: Center, layout: CenterLayout, replicas: list[list[int]])
 
 
 def threads(center: Center, layout: CenterLayout) -> tuple[int, int]:
-    """Of the centers that were there before; of this one."""
+    """Number of threads of earlier centers, and number after this one has opened."""
 
     def count() -> int:
         return sum(thread.name == "hetero-center" for thread in threading.enumerate())
@@ -207,7 +207,7 @@ def threads(center: Center, layout: CenterLayout) -> tuple[int, int]:
 
 
 def of_one(center: Center, layout: CenterLayout) -> State:
-    """A job of one rank."""
+    """Exchanges in a job of one rank."""
     center.open(START)
     center.push_pull(drawn(0), 0.5)
     return center.read()

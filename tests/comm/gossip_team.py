@@ -32,14 +32,14 @@ def read(connection: socket.socket, size: int) -> bytes:
 
 
 def call(peers: PeerConnections, me: int = 1) -> socket.socket:
-    """A connection to a peer, from somebody who knows the job's secret."""
+    """A connection to a peer, from a caller who knows the job's secret."""
     return connect(peers.address, peers._greeting, me, 5.0)
 
 
 class Proxy:
-    """Stands before a peer. ``judge`` sees each message's name and bytes; what it returns goes on, ``None`` hangs up.
+    """Network before a peer. ``judge`` gets each message's name and bytes, and returns the bytes that go on.
 
-    It may wait, too: nothing passes meanwhile in that direction. ``greet`` sees what the listener draws.
+    If it returns ``None``, the connection is closed. ``greet`` gets the listener's random bytes.
     """
 
     def __init__(self, target: tuple[str, int], judge: Judge, greet: Any = lambda drawn: drawn) -> None:
@@ -96,7 +96,7 @@ def hang_up(*connections: socket.socket) -> None:
 
 
 class Member:
-    """Values, and what moves them."""
+    """A peer with values, and the exchanges that move them."""
 
     def __init__(
         self, index: int, weight: float, limit: float, size: int = 3, token: bytes = TOKEN, interface: str = "127.0.0.1"

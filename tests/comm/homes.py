@@ -1,4 +1,4 @@
-"""Runs functions of a center on ranks, whatever home the center has: forked processes, or processes of ``mpiexec``."""
+"""Runs functions of a center on ranks, for any home of the center: forked processes, or processes of ``mpiexec``."""
 
 import functools
 import os
@@ -57,7 +57,7 @@ EACH = [[rank] for rank in range(WORLD)]  # replicas of one rank
 
 
 class Case(NamedTuple):
-    """What runs on a center: ``body(center, layout, *args)``, on every rank."""
+    """A function that all ranks run with a center: ``body(center, layout, *args)``."""
 
     body: Callable[..., Any]
     args: tuple[Any, ...] = ()
@@ -65,14 +65,14 @@ class Case(NamedTuple):
 
 
 def layout_of(replicas: list[list[int]] = EACH, limit: timedelta = LIMIT) -> CenterLayout:
-    """Of this rank."""
+    """Layout of a center, for this rank."""
     rank, world = dist.get_rank(), dist.get_world_size()
     index = next(i for i, ranks in enumerate(replicas) if rank in ranks)
     return CenterLayout(rank, world, tuple(ranks[0] for ranks in replicas), index, limit)
 
 
 def bodies_in(home: str, cases: Sequence[Case]) -> list[Any]:
-    """On a rank: what each body brings, one after the other, each with a center of its own."""
+    """Results of the bodies on this rank, one after the other, each with a center of its own."""
     dist.init_process_group("gloo", timeout=LIMIT)
     values = []
     for body, args, replicas in cases:
@@ -82,26 +82,26 @@ def bodies_in(home: str, cases: Sequence[Case]) -> list[Any]:
             values.append(body(center, layout, *args))
             dist.barrier()
             center.leave()
-            dist.barrier()  # see test_center_deaths: else the host may go too soon
+            dist.barrier()  # otherwise the host may go too soon: see test_center_deaths
         finally:
             center.close()
     return values
 
 
 def per_body(home: str, cases: Sequence[Case], world: int = WORLD, timeout: float = 200) -> list[list[Any]]:
-    """What each body brings on every rank, from one job."""
+    """Results of each body on every rank, from one job."""
     runner = run_mpi if home.startswith("mpi") else run
     values = runner(bodies_in, world, home, cases, timeout=timeout)
     return [list(of_ranks) for of_ranks in zip(*values, strict=True)]
 
 
-#: Beside this Python, as `pip install mpich` puts it, whether or not that is on the path; else any.
+#: From the folder of this Python, as `pip install mpich` puts it there; otherwise from the path.
 MPIEXEC = shutil.which("mpiexec", path=str(Path(sys.executable).parent)) or shutil.which("mpiexec")
 
 
 @functools.cache
 def no_mpi() -> str:
-    """Why there are no tests of MPI here, if there are none."""
+    """Reason that MPI is not tested here; empty if it is."""
     problem = mpi_missing(1)
     return f"{problem}" if problem else "" if MPIEXEC else "no mpiexec: pip install mpich"
 
@@ -118,7 +118,7 @@ def run_mpi(function: Callable[..., Any], world: int, *args: Any, timeout: float
 def attempt_mpi(
     function: Callable[..., Any], world: int, *args: Any, timeout: float = 200
 ) -> tuple[int | None, float, list[Outcome | None], str]:
-    """Exit status of mpiexec (``None``: late), seconds, what each rank said (``None``: nothing), and the output."""
+    """Exit status of mpiexec (``None``: late), seconds, outcome of each rank (``None``: nothing), and the output."""
     if no_mpi():
         pytest.skip(no_mpi())
     with tempfile.TemporaryDirectory() as name:

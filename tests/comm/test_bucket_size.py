@@ -1,10 +1,10 @@
-"""The size of gradient buckets follows from how long they travel."""
+"""Size of gradient buckets, which follows from the time that they travel."""
 
 import pytest
 
 from lightning_hetero.comm.all_reduce import MEBIBYTE, AllReduceTime
 
-RING = 1.5  # of its bytes, what an all-reduce of four ranks sends over each link
+RING = 1.5  # the part of its bytes that an all-reduce of four ranks sends over each link
 
 
 @pytest.mark.parametrize(
@@ -15,7 +15,7 @@ RING = 1.5  # of its bytes, what an all-reduce of four ranks sends over each lin
         (1e9, 1e-3, 1),
         (10e9, 1e-4, 4),  # 8 MB in 10 ms
         (100e9, 1e-4, None),
-        (1e9, 0.1, None),  # a second for each bucket, or the latency would cost more than a tenth
+        (1e9, 0.1, None),  # buckets of a second, as the latency may cost a tenth at most
         (100e6, 0.1, 4),
     ],
 )

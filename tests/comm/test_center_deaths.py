@@ -1,4 +1,4 @@
-"""Ranks that die, stop or leave while others exchange with the center; and what is left behind."""
+"""Ranks that die, stop or leave while others exchange with the center; and the files that are left."""
 
 import math
 import os
@@ -45,7 +45,7 @@ def go(center: Center, push: float = 0.25) -> list[int]:
 
 
 def until_error(center: Center) -> tuple[str, float]:
-    """What the error says, and seconds of the exchange that raised it."""
+    """Message of the error, and seconds of the exchange that raised it."""
     end = time.monotonic() + 30
     while (began := time.monotonic()) < end:
         try:
@@ -56,7 +56,7 @@ def until_error(center: Center) -> tuple[str, float]:
 
 
 def after_all(survivors: int, folder: Path) -> None:
-    """Wait until all survivors have seen what they see: else the first to close its center would be named."""
+    """Wait until all survivors have got their errors: otherwise the first to close its center would be named."""
     (folder / str(dist.get_rank())).touch()
     end = time.monotonic() + 60
     while len(list(folder.iterdir())) < survivors and time.monotonic() < end:
@@ -102,9 +102,9 @@ def test_the_hosts_death_is_an_error_of_all_others_that_names_it(home: str, host
 
 
 def _client_dies(home: str, holding: bool, folder: Path) -> tuple[str, float]:
-    """What the others' last exchange of many says, and the longest of them."""
-    told = home in ("shared", "hogwild")  # at once, without waiting for the timeout
-    center = begun(home, limit=timedelta(seconds=10 if told else SHORT))
+    """Message of the others' error (or ``"none"``), and seconds of their longest exchange."""
+    at_once = home in ("shared", "hogwild")  # at once, without waiting for the timeout
+    center = begun(home, limit=timedelta(seconds=10 if at_once else SHORT))
     if dist.get_rank() == 2:
         go(center)
         if holding:
@@ -140,7 +140,7 @@ def test_a_dead_client_keeps_nobody_waiting(home: str, holding: bool, tmp_path: 
 
 
 def _stops(home: str, stopped: int, holding: bool, tries: Callable[[Center], Any]) -> Any:
-    """What another rank finds while one has stopped; then that one goes on, and all can exchange again."""
+    """Result of ``tries`` on the other ranks while one is stopped; then it goes on, and all can exchange again."""
     center = begun(home, limit=timedelta(seconds=SHORT))
     rank, processes = dist.get_rank(), [None] * WORLD
     dist.all_gather_object(processes, os.getpid())
@@ -222,7 +222,7 @@ def test_whoever_does_not_come_when_it_is_its_turn_is_named_by_the_host() -> Non
 
 
 def waits_for_its_turn() -> tuple[str, float]:
-    """The host has had its turn, and nobody else comes; another rank was lost meanwhile."""
+    """The host has had its turn, and no other rank comes; another rank was lost meanwhile."""
     center = begun("turns", LEADERS)
     if dist.get_rank() != 1:
         time.sleep(3.0)

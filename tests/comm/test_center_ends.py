@@ -1,4 +1,4 @@
-"""Nothing is left of a center that has ended, and MPI's own way to end a job."""
+"""Ends of centers, which leave nothing behind, and MPI's own way to end a job."""
 
 import os
 import threading
@@ -17,7 +17,7 @@ from test_center_deaths import _no_new_files, begun, die, go  # noqa: F401 (a fi
 
 
 def _leaves(home: str) -> tuple[set[str], list[str], bool]:
-    """What a center has left open in this process."""
+    """Open files, threads and mappings of this process, before and after a center is closed."""
     dist.init_process_group("gloo", timeout=LIMIT)
 
     def state() -> tuple[set[str], list[str], bool]:

@@ -30,7 +30,7 @@ def drawn(seed: int) -> list[torch.Tensor]:
 
 
 def _ends(wire: str, mutant: bool) -> list[tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]]:
-    """For each of some exchanges: where the client is (as heard, or truly), what it is told, what both ends know."""
+    """For each exchange: the client's values (as received, or true), the difference, the values known to both ends."""
     dist.init_process_group("gloo")
     rank, center, found = dist.get_rank(), drawn(0), []
     group, dtype = dist.group.WORLD, DTYPES[wire]
@@ -44,10 +44,10 @@ def _ends(wire: str, mutant: bool) -> list[tuple[list[torch.Tensor], list[torch.
             assert end.fits(values)
             end.send_values(values)
             end.receive_difference(values)
-            heard = drawn(step)
+            received = drawn(step)
         else:
             end.receive_values(values)
-            heard = [value.clone() for value in values]
+            received = [value.clone() for value in values]
             for value, c in zip(values, center, strict=True):
                 value.sub_(c)
             end.round_difference(values)
@@ -55,7 +55,7 @@ def _ends(wire: str, mutant: bool) -> list[tuple[list[torch.Tensor], list[torch.
                 c.add_(value, alpha=0.3)
             end.send_difference(values)
         known = [part.clone() for part in getattr(end, "_known", [])]
-        found.append((heard, values, known))
+        found.append((received, values, known))
     return found
 
 
@@ -66,12 +66,12 @@ def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
 @pytest.mark.parametrize("wire", ["fp32", "bf16", "fp16"])
 def test_both_ends_of_a_wire_agree_bitwise(wire: str) -> None:
     host, client = run(_ends, 2, wire, False)
-    for (heard, difference, known), (truth, told, known_there) in zip(host, client, strict=True):
-        assert same(difference, told)
+    for (received, difference, known), (truth, client_difference, known_there) in zip(host, client, strict=True):
+        assert same(difference, client_difference)
         assert same(known, known_there)
         assert len(known) == (0 if wire == "fp32" else 2)
-        for a, b in zip(heard, truth, strict=True):
-            # In 16 bits: rounded once, from wherever it was known to be; never far off, however many exchanges.
+        for a, b in zip(received, truth, strict=True):
+            # In 16 bits the change since the last known values is rounded once: errors do not add up over exchanges.
             assert (a - b).abs().max() <= 1.05 * ROUNDING.get(wire, 0.0) * 10
 
 
@@ -85,7 +85,7 @@ def test_control_without_rounding_at_the_host_the_ends_differ(wire: str) -> None
 
 
 def _approach(center: Center, layout: CenterLayout) -> tuple[list[torch.Tensor], Any]:
-    """Clients that move by a quarter of what they are told, as the center does."""
+    """Let clients and the center each move by a quarter of the difference."""
     center.open([torch.zeros_like(value) for value in drawn(0)])
     own = drawn(layout.rank)
     for _ in range(60):
@@ -104,7 +104,7 @@ def test_clients_and_center_meet_far_beyond_the_rounding_of_one_exchange(wire: s
     center = ranks[0][1][0]
     everybody = [rank[0] for rank in ranks]
     for i in range(2):
-        # Conserved, in spite of all rounding: what the center wins, clients lose.
+        # The sum is conserved in spite of all rounding: clients lose as much as the center gains.
         total = center[i].double() + sum(own[i].double() for own in everybody)
         start = sum(drawn(rank)[i].double() for rank in range(3))
         assert (total - start).abs().max() < 1e-4 if i == 0 else 1e-12
@@ -118,7 +118,7 @@ LENGTHS, RESUMES, SKIPS = [900, 7], 12, 6  # of 1001 and 7 values; in these exch
 
 
 def _changes(wire: str) -> tuple[list[torch.Tensor], list[torch.Tensor], list[list[torch.Tensor]]]:
-    """What was meant to arrive or has arrived, what is still to be sent, and what is known after each exchange."""
+    """Sums of what was meant to arrive or has arrived, the residuals, and the known values after each exchange."""
     dist.init_process_group("gloo")
     rank, known, left_out = dist.get_rank(), drawn(0), [torch.zeros(length) for length in LENGTHS]
     end = ChangeWire(dist.group.WORLD, 1 - rank, wire, CenterPart(CenterRule(), known, LENGTHS, left_out), rank == 0)
@@ -149,8 +149,8 @@ def _changes(wire: str) -> tuple[list[torch.Tensor], list[torch.Tensor], list[li
             end.send_difference(values)
         for total, value, length in zip(sums, meant, LENGTHS, strict=False):
             total += value[:length] * counts
-        heard = known if rank else end._known
-        seen.append([value[:length].clone() for value, length in zip(heard, LENGTHS, strict=True)])
+        received = known if rank else end._known
+        seen.append([value[:length].clone() for value, length in zip(received, LENGTHS, strict=True)])
     return sums, left_out, seen
 
 
@@ -168,8 +168,8 @@ def test_changes_in_few_bits_all_arrive_or_are_still_to_be_sent(wire: str) -> No
 # -- numbers that do not fit ---------------------------------------------------------------------------------
 
 
-def _apart(center: Center, layout: CenterLayout) -> tuple[Any, Any]:
-    """The way from the center to a client is longer than fp16 can say, but each is near where both ends start."""
+def _far(center: Center, layout: CenterLayout) -> tuple[Any, Any]:
+    """A client is farther from the center than fp16 can express, but both are near the values where the ends start."""
     center.open([torch.zeros(5)])
     if layout.rank == 2:
         center.push_pull([torch.full((5,), -60000.0)], 1.0)
@@ -188,20 +188,20 @@ def _apart(center: Center, layout: CenterLayout) -> tuple[Any, Any]:
 
 
 def test_a_difference_that_does_not_fit_leaves_the_center_alone() -> None:
-    host, client, _ = per_body("fp16", [Case(_apart)])[0]
+    host, client, _ = per_body("fp16", [Case(_far)])[0]
     (exchange, _), (after, _) = client[0], host[1]
     assert not math.isfinite(exchange.square)
     assert (after[0] == -60000.0).all()
-    exchange, told = client[2]
+    exchange, difference = client[2]
     assert math.isfinite(exchange.square)
-    assert (told - 60000.0).abs().max() <= 2 * 60000 * ROUNDING["fp16"]
+    assert (difference - 60000.0).abs().max() <= 2 * 60000 * ROUNDING["fp16"]
 
 
 # -- a center that is set ------------------------------------------------------------------------------------
 
 
 def _set(center: Center, layout: CenterLayout) -> list[torch.Tensor]:
-    """As a resumed job does: opened with other values than those that are then loaded."""
+    """As in a resumed job: open the center with other values than those that are loaded then."""
     center.open([torch.zeros_like(value) for value in drawn(0)])
     client = CenterClient(center, ReplicaLinks(layout.rank, EACH, Groups.open(LIMIT)))
     client.write([value + 100 for value in drawn(0)], [0, 0, 0])
@@ -212,8 +212,8 @@ def _set(center: Center, layout: CenterLayout) -> list[torch.Tensor]:
 
 @narrow
 def test_the_first_exchange_after_a_resume_is_as_exact_as_any(wire: str) -> None:
-    for told in per_body(wire, [Case(_set)])[0]:
-        for difference, truth in zip(told, drawn(1), strict=True):
+    for differences in per_body(wire, [Case(_set)])[0]:
+        for difference, truth in zip(differences, drawn(1), strict=True):
             assert (difference - 0.01 * truth).abs().max() <= 0.01 * 4 * 3 * ROUNDING[wire] + 4e-5
 
 
@@ -221,7 +221,7 @@ def test_the_first_exchange_after_a_resume_is_as_exact_as_any(wire: str) -> None
 
 
 def _slow_second(center: Center, layout: CenterLayout) -> list[int]:
-    """When this rank's exchanges came, counted over all."""
+    """Positions of this rank's exchanges among those of all ranks."""
     center.open([torch.zeros(3)])
     dist.barrier()
     when = []

@@ -1,4 +1,4 @@
-"""One suite for all homes of a center, against NumPy and what clients themselves were told."""
+"""One suite for all homes of a center, against NumPy and the differences that clients got."""
 
 import functools
 import math
@@ -58,7 +58,7 @@ def _results(home: str) -> dict[str, list[Any]]:
 
 
 def results(home: str, name: str) -> list[Any]:
-    """What a case brings on every rank; all cases of a home run in one job."""
+    """Results of a case on every rank; all cases of a home run in one job."""
     if home.startswith("mpi") and no_mpi():
         pytest.skip(no_mpi())
     return _results(home)[name]
@@ -69,13 +69,15 @@ def doubles(values: list[torch.Tensor]) -> list[np.ndarray]:
 
 
 def unit(value: torch.Tensor, home: str) -> float:
-    """How far a number may be off, in parts of what it was made of."""
+    """Error that a number may have, relative to the values that it was computed from."""
     return 4 * torch.finfo(value.dtype).eps + 2 * ROUNDING.get(home, 0.0)
 
 
-def assert_moved(before: list[torch.Tensor], told: list[torch.Tensor], push: float, after: list[torch.Tensor]) -> None:
-    """Exactly by what the client was told, in every format."""
-    for old, difference, new in zip(before, told, after, strict=True):
+def assert_moved(
+    before: list[torch.Tensor], differences: list[torch.Tensor], push: float, after: list[torch.Tensor]
+) -> None:
+    """The center has moved exactly by the difference that the client got, in every format."""
+    for old, difference, new in zip(before, differences, after, strict=True):
         size = old.abs().maximum((push * difference).abs())
         assert (
             (new.double() - (old.double() + push * difference.double())).abs() <= torch.finfo(old.dtype).eps * size
@@ -89,20 +91,20 @@ def test_an_exchange_is_told_its_distance_and_pulls_the_center(home: str) -> Non
     exchanges = [ranks[turn % WORLD][0][turn // WORLD] for turn in range(len(PUSHES))]
     assert all(torch.equal(a, b) for a, b in zip(states[0][0], START, strict=True))
     counts = [0] * WORLD
-    for turn, ((exchange, told), push) in enumerate(zip(exchanges, PUSHES, strict=True)):
+    for turn, ((exchange, differences), push) in enumerate(zip(exchanges, PUSHES, strict=True)):
         (before, _), (after, seen) = states[turn : turn + 2]
         counts[turn % WORLD] += 1
         assert (exchange.counts, seen) == (counts, counts)
         square, rounding = 0.0, ROUNDING.get(home, 0.0) if turn % WORLD else 0.0  # the host is at home
         known = states[turn - WORLD][0] if turn >= WORLD else START  # the center when this client last came
-        for x, d, c, k in zip(doubles(drawn(turn)), told, doubles(before), doubles(known), strict=True):
+        for x, d, c, k in zip(doubles(drawn(turn)), differences, doubles(before), doubles(known), strict=True):
             truth = x - c
             size = 4 * torch.finfo(d.dtype).eps * (np.abs(x) + np.abs(c) + np.abs(k))
             off = np.abs(d.double().numpy() - truth)
             assert (off <= 1.1 * rounding * (np.abs(x - k) + np.abs(truth)) + size + rounding * 1e-4).all()
             square += float((truth**2).sum())
         assert exchange.square == pytest.approx(square, rel=1e-4 + 4 * ROUNDING.get(home, 0.0))
-        assert_moved(before, told, push, after)
+        assert_moved(before, differences, push, after)
         size = sum(v.numel() * (2 if home in NARROW else v.element_size()) for v in START)
         over = exchange.sent - (0 if turn % WORLD == 0 or home in ("shared", "hogwild") else size)
         assert 0 <= over <= (64 if home in THREADS else 0)
@@ -116,8 +118,8 @@ def test_a_crowd_of_clients_loses_nothing(home: str) -> None:
     assert counts == [EXCHANGES] * WORLD
     for value, total in zip(values, added, strict=True):
         lost = float((value != total).double().mean())
-        # Processes without a lock lose what they add to the same number at the same moment: all of a small tensor,
-        # and the more of a large one the more often they meet; how much careful ones lose is the next test's matter.
+        # Processes without a lock lose additions to the same number at the same moment: all of a small tensor,
+        # and some of a large one. The next test measures the loss of processes that exchange more rarely.
         assert lost == 0 or (home == "hogwild" and (lost < 1 or value.numel() < 100))
     if home == "hogwild":  # without the lock exchanges are torn
         assert sum(rank[1] for rank in ranks) > 0
@@ -135,7 +137,7 @@ def lost(ranks: list[Any]) -> float:
 @homes
 def test_adds_are_not_lost(home: str) -> None:
     assert abs(lost(results(home, "careful"))) < (0.05 if home == "hogwild" else 1e-5)
-    if home in ("shared", "mpi", "mpi-across"):  # the control: to read and to write loses adds
+    if home in ("shared", "mpi", "mpi-across"):  # the control: reading and writing without a lock loses additions
         assert lost(results(home, "careless")) > 0.05
 
 
@@ -145,21 +147,21 @@ def test_a_client_with_values_that_cannot_be_told_leaves_the_center_alone(home: 
     for turn in range(WORLD * len(BAD)):
         rank, bad = turn % WORLD, BAD[turn // WORLD]
         (before, counts), _, (between, later), _, (after, _) = ranks[0][turn]
-        _, first, _, (second, told), _ = ranks[rank][turn]
+        _, first, _, (second, differences), _ = ranks[rank][turn]
         assert sum(later) == sum(counts) + 1
         if not math.isfinite(bad) or (home == "fp16" and rank > 0):
             assert not math.isfinite(first.square)
             assert all(torch.equal(a, b) for a, b in zip(before, between, strict=True)), (turn, rank, bad)
         else:
             assert math.isfinite(first.square)
-        # The next exchange is all right.
+        # The next exchange is correct again.
         assert math.isfinite(second.square)
-        for x, d, c in zip(doubles(drawn(100 + turn)), told, doubles(between), strict=True):
-            around = 2 * (1 + np.abs(x) + np.abs(c) + turn)  # where this client and the center have been
+        for x, d, c in zip(doubles(drawn(100 + turn)), differences, doubles(between), strict=True):
+            around = 2 * (1 + np.abs(x) + np.abs(c) + turn)  # former values of this client and the center
             if home in NARROW and turn >= 2 * WORLD:
                 around[-1] += 1e6
             assert (np.abs(d.double().numpy() - (x - c)) <= unit(d, home) * around).all(), (turn, rank, bad)
-        assert_moved(between, told, 0.5, after)
+        assert_moved(between, differences, 0.5, after)
 
 
 @homes
@@ -169,8 +171,8 @@ def test_what_is_set_is_what_clients_see(home: str) -> None:
     assert counts == [5, 6, 7]
     assert all(torch.equal(a, b) for a, b in zip(values, drawn(50), strict=True))
     assert max(sum(exchange.counts) for exchange, _, _ in ranks) == 21
-    for rank, (_, told, _) in enumerate(ranks):
-        for x, d, c in zip(doubles(drawn(60 + rank)), told, doubles(drawn(50)), strict=True):
+    for rank, (_, differences, _) in enumerate(ranks):
+        for x, d, c in zip(doubles(drawn(60 + rank)), differences, doubles(drawn(50)), strict=True):
             assert (np.abs(d.double().numpy() - (x - c)) <= unit(d, home) * (np.abs(x) + np.abs(c) + 4)).all()
 
 
@@ -183,9 +185,9 @@ def test_push_pull_go_on_while_the_training_thread_of_the_host_sleeps(home: str)
 @homes
 def test_all_ranks_of_a_replica_learn_the_same(home: str) -> None:
     leader, member, other = results(home, "replicas")
-    for (exchange, told), (exchange_there, told_there) in zip(leader, member, strict=True):
+    for (exchange, differences), (exchange_there, differences_there) in zip(leader, member, strict=True):
         assert exchange == exchange_there
-        assert all(torch.equal(a, b) for a, b in zip(told, told_there, strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(differences, differences_there, strict=True))
     (counts, center), (set_counts, set_to) = leader[5:]
     assert (counts, set_counts) == ([5, 5], [3, 4])
     assert all(torch.equal(a, b) for a, b in zip(set_to, drawn(99), strict=True))

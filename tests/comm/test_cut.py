@@ -1,4 +1,4 @@
-"""Waking up who waits in gloo, when ranks are lost."""
+"""Ranks that wait in gloo are woken up when ranks are lost."""
 
 import gc
 import os
@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from lightning_hetero.comm import threads
 
-LIMIT = 8.0  # seconds, the timeout of the groups; what is woken up ends in a hundredth of it
+LIMIT = 8.0  # seconds, the timeout of the groups; a call that is woken up ends in a hundredth of it
 Pair = tuple[dist.ProcessGroupGloo, dist.ProcessGroupGloo]
 
 
@@ -51,7 +51,7 @@ def pair(store: dist.Store) -> Pair:
 
 @contextmanager
 def late(loops: set[int]) -> Iterator[None]:
-    """Threads that run only when nobody else does on their core, which is this thread's."""
+    """Let these threads run only when no other thread runs on their core, which is this thread's."""
     allowed = os.sched_getaffinity(0)
     for thread in loops:
         os.sched_setaffinity(thread, {min(allowed)})
@@ -73,7 +73,7 @@ def test_what_is_sent_right_after_a_cut_does_not_wait() -> None:
         loops = {thread for thread, name in kernel_threads().items() if thread not in before and "loop" in name}
         assert loops
         wanted = receiver.recv([torch.zeros(4)], 0, 0)
-        time.sleep(0.1)  # the sender knows that it is wanted
+        time.sleep(0.1)  # the sender knows of the receive
         began, sending = time.monotonic(), None
         with late(loops):
             threads.abort_sockets()
@@ -106,15 +106,15 @@ def test_the_other_end_of_a_connection_hears_of_the_cut() -> None:
         other.settimeout(LIMIT)
         threads.abort_sockets()
         assert own.recv(1) == b""
-        own.sendall(b"?")  # what is on its way arrives
+        own.sendall(b"?")  # data on its way arrives
         own.close()
         assert other.recv(1) == b"?"
-        assert other.recv(1) == b""  # though the connection was held open for a while
+        assert other.recv(1) == b""  # and then the end, though the connection was held open for a while
 
 
 def test_a_connection_by_which_ranks_agree_is_left_alone() -> None:
     listener = socket.create_server(("127.0.0.1", 0))
-    with threads.record_sockets():  # another thread happens to make it while a group is made
+    with threads.record_sockets():  # another thread makes it by chance while a group is made
         own = socket.create_connection(listener.getsockname())
     threads.exclude_from_abort(own)
     other, _ = listener.accept()
@@ -126,7 +126,7 @@ def test_a_connection_by_which_ranks_agree_is_left_alone() -> None:
 
 
 def test_a_connection_with_two_descriptors_is_kept_once() -> None:
-    """Another thread may look at it then: what lingers is closed later, and not left to the garbage collector."""
+    """The second descriptor, which another thread may use, is closed later, and not by the garbage collector."""
     with (
         socket.create_server(("127.0.0.1", 0)) as listener,
         socket.create_connection(listener.getsockname()) as one,

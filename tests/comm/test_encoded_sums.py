@@ -17,7 +17,7 @@ from lightning_hetero.comm.groups import Groups
 from lightning_hetero.errors import NotFiniteError
 
 LIMIT = timedelta(seconds=20)
-LENGTHS, EXACT = (10_007, 5, 1), (7, 0, 1)  # of the vectors; of these, last values that travel as they are
+LENGTHS, EXACT = (10_007, 5, 1), (7, 0, 1)  # of the vectors; of these, last values that are sent as they are
 WEIGHTS = [3, 2, 1]
 
 
@@ -64,7 +64,7 @@ def test_means_and_residuals_add_up_to_all_differences(replicas: list[list[int]]
         assert all(
             torch.equal(a, b) for m, n in zip(means, results[0][0], strict=True) for a, b in zip(m, n, strict=True)
         )
-    for ranks in replicas:  # what all ranks of a replica keep is the same, whoever has exchanged
+    for ranks in replicas:  # all ranks of a replica keep the same, whichever of them has exchanged
         for rank in ranks:
             for kind in (1, 2):
                 kept, others = results[rank][kind], results[ranks[0]][kind]
@@ -84,7 +84,7 @@ def test_means_and_residuals_add_up_to_all_differences(replicas: list[list[int]]
 
 
 def _counted(count: int, wire: str, length: int) -> tuple[int, int]:
-    """Bytes of one exchange: as reported, and as given to PyTorch."""
+    """Bytes of one exchange: as reported, and as passed to PyTorch."""
     own, given = links([[rank] for rank in range(count)]), []
     isend, gather, reduce = dist.isend, wire_module.all_gather, dist.all_reduce
 

@@ -1,4 +1,4 @@
-"""Low-bit encodings against NumPy: what arrives, what is left out, and how many bytes it takes."""
+"""Low-bit encodings against NumPy: the values that arrive, the residuals, and the number of bytes."""
 
 import numpy as np
 import pytest
@@ -17,13 +17,13 @@ def made(wire: str) -> Encoding:
 
 
 def drawn(length: int, seed: int = 0) -> np.ndarray:
-    """Of both signs, over several orders of magnitude."""
+    """Values of both signs, over several orders of magnitude."""
     draw = np.random.default_rng(seed + length)
     return (draw.normal(size=length) * 10.0 ** draw.uniform(-3, 0, size=length)).astype(np.float32)
 
 
 def sent(encoding: Encoding, values: np.ndarray) -> tuple[np.ndarray, np.ndarray, torch.Tensor]:
-    """What arrives, what is left out, and the message."""
+    """The values that arrive, the residuals, and the message."""
     rest, arrived = torch.tensor(values), torch.zeros(len(values))
     message = torch.full((encoding.bytes(len(values)),), 0xA5, dtype=torch.uint8)
     encoding.encode(rest, message)
@@ -51,7 +51,7 @@ def test_what_arrives_and_what_is_left_out_make_up_the_values(wire: str) -> None
 
 @pytest.mark.parametrize("wire", WIRES)
 def test_an_empty_vector_has_an_empty_message(wire: str) -> None:
-    """As a rank has that holds nothing of a short parameter."""
+    """A rank that holds nothing of a short parameter has one."""
     for part in sent(made(wire), np.zeros(0, np.float32)):
         assert len(part) == 0
 
@@ -62,10 +62,10 @@ def test_values_are_rounded_to_the_nearest_of_a_blocks_levels(wire: str, levels:
         values = drawn(length)
         arrived, rest, _ = sent(made(wire), values)
         scales = np.repeat(np.abs(np.pad(values, (0, -length % 256)).reshape(-1, 256)).max(1), 256)[:length] / levels
-        # a scale in fp16 is off by 2^-11 at most, and a value of all levels by so many times that
+        # a scale in fp16 has a relative error of 2^-11 at most; that of a value is as many times larger as its level
         assert (np.abs(rest) <= scales * (0.5 + levels * 2.0**-11) + 1e-9).all()
         near = np.abs(arrived - rounded(values, levels)) <= scales * levels * 2.0**-10 + 1e-9
-        assert near.mean() > 0.97  # the others lie halfway between two levels, to the scale's rounding
+        assert near.mean() > 0.97  # the others lie halfway between two levels, up to the rounding of the scale
 
 
 def levels(values: np.ndarray) -> np.ndarray:
@@ -87,7 +87,7 @@ def test_two_bits_are_the_means_of_four_parts_of_a_block() -> None:
 
 
 def test_two_bits_are_nearly_as_good_as_can_be() -> None:
-    """Max 1960: the best four levels leave 0.1175 of a normal distribution's variance; whole numbers leave more."""
+    """Max (1960): the best four levels leave 0.1175 of a normal distribution's variance; even levels leave more."""
     values = np.random.default_rng(0).normal(size=1 << 18).astype(np.float32)
     _, rest, _ = sent(made("2bit"), values)
     assert np.square(rest).mean() == pytest.approx(0.1175, rel=0.02)
@@ -123,14 +123,14 @@ def test_the_largest_of_each_group_is_sent(density: float) -> None:
 
 
 def test_bytes_are_those_of_theory() -> None:
-    """A quarter and an eighth of fp32, the scales included; of 2% at most a fortieth."""
+    """A quarter and an eighth of fp32, scales included; for 2% of the values at most a fortieth."""
     for length in (1_000_000, 7_654_321):
         assert 1 <= made("int8").bytes(length) / length <= 1.02
         assert 1 <= made("int4").bytes(length) / (length / 2) <= 1.02
         assert made("topk:0.02").bytes(length) <= 4 * length / 40
         assert made("topk").bytes(length) == made("topk:0.02").bytes(length)
         assert 1 <= made("2bit").bytes(length) / (length / 4) <= 1.02
-        # an index of as many bits as it takes, a value of 4 or 2, and a scale of 16 for 256 values
+        # bits: the index (4), the value (4, or 2 below), and a scale of 16 for 256 values
         assert made("topk:0.1").bytes(length) == pytest.approx(length / 10 * (0.5 + 0.5 + 2 / 256), rel=0.001)
         few = made("topk:0.015625:bits=2").bytes(length)  # 256 times below fp32, and a last block that is filled up
         assert length / 64 <= few <= 1.02 * length / 64 + 256
@@ -166,7 +166,7 @@ def test_the_same_values_make_the_same_message_and_the_whole_message_is_written(
 
 
 def drift(wire: str, feedback: bool, messages: int = 200) -> float:
-    """How far the sum of what arrives is from the sum of the differences, relative to a difference."""
+    """Distance between the sum of the values that arrive and that of the differences, relative to a difference."""
     encoding, length = made(wire), 5_003
     draw = np.random.default_rng(1)
     steady = drawn(length).astype(np.float64)
@@ -187,7 +187,7 @@ def drift(wire: str, feedback: bool, messages: int = 200) -> float:
 
 @pytest.mark.parametrize("wire", LOW_BIT)
 def test_nothing_is_lost_with_error_feedback(wire: str) -> None:
-    """The conservation law: what has arrived, and what is left, are the sum of all differences."""
+    """The law of conservation: the values that have arrived and the residuals are the sum of all differences."""
     assert drift(wire, feedback=True) <= 2e-4  # 200 roundings in fp32 of sums of 200 and less
     assert (
         drift(wire, feedback=False) >= {"int8": 0.05, "int4": 1.0, "2bit": 1.0, "topk:0.02": 50.0}[wire]

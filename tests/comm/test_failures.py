@@ -1,4 +1,4 @@
-"""Who failed first, as rank 0 and the others come to know it."""
+"""First failure of a job, as rank 0 and the others learn of it."""
 
 import json
 import multiprocessing
@@ -33,7 +33,7 @@ def ranks(world: int = 4) -> Iterator[list[FailureChannel]]:
 
 
 def die(one: FailureChannel) -> None:
-    """As the kernel would let it: its connections end."""
+    """End a rank as the kernel would: its connections end."""
     one.close()
 
 
@@ -51,7 +51,7 @@ def test_a_rank_that_ends_without_a_word_is_known_to_all() -> None:
 
 def test_what_came_first_wins_over_its_echoes() -> None:
     with ranks() as everyone:
-        everyone[3].announce("echo", "has lost another rank")  # before anybody knows of which
+        everyone[3].announce("echo", "has lost another rank")  # before the others know of which rank
         die(everyone[3])
         assert everyone[1].first(0.3) is None
         everyone[2].announce("failed", "failed with ValueError: no")
@@ -90,7 +90,7 @@ def test_strangers_change_nothing() -> None:
         address = first._transport.address
         strangers = [socket.create_connection(address) for _ in range(60)]
         for number, stranger in enumerate(strangers):
-            said = [
+            contents = [
                 b"\x00" * 9000,
                 b"0" * 32 + b" 1\n",
                 json.dumps({"rank": 1, "kind": "failed", "run": 1, "how": "failed"}).encode() + b"\n",
@@ -100,9 +100,9 @@ def test_strangers_change_nothing() -> None:
                 b"",
             ]
             try:
-                stranger.sendall(said[number % len(said)])
+                stranger.sendall(contents[number % len(contents)])
             except OSError:
-                continue  # it has been sent away: there are too many
+                continue  # it has been refused: there are too many
         for stranger in strangers[::2]:
             stranger.close()
         assert first.first(0.3) is None
@@ -113,7 +113,7 @@ def test_strangers_change_nothing() -> None:
             stranger.close()
 
 
-def _told(one: FailureChannel, end: Connection) -> None:
+def _send_descriptors(one: FailureChannel, end: Connection) -> None:
     end.send([link.connection.fileno() for link in one._links.values()])
 
 
@@ -122,7 +122,7 @@ def test_a_child_process_does_not_keep_connections_open(monkeypatch: pytest.Monk
         for one in everyone:
             monkeypatch.setattr(failures, "_failures", one)
             ours, theirs = multiprocessing.Pipe()
-            child = multiprocessing.get_context("fork").Process(target=_told, args=(one, theirs))
+            child = multiprocessing.get_context("fork").Process(target=_send_descriptors, args=(one, theirs))
             child.start()
             assert ours.recv() == [-1] * (2 if one.rank == 0 else 1)
             child.join()

@@ -1,4 +1,4 @@
-"""Python's garbage collector does not look at everything while all ranks wait."""
+"""Python's garbage collector does not go through all objects while all ranks wait."""
 
 import gc
 import weakref
@@ -32,7 +32,7 @@ def test_what_is_made_later_is_still_collected() -> None:
 
 
 def test_a_second_call_counts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Counting goes over all that is left out: others would wait 0.1 s for a rank that joins them.
+    # Counting goes through all objects that are left out: others would wait 0.1 s for a rank that joins them.
     threads.freeze_gc()
     try:
         monkeypatch.setattr(gc, "get_freeze_count", lambda: pytest.fail("counted again"))
@@ -63,8 +63,8 @@ class Looks(pl.Callback):
 
 
 def _fit(fails: bool, options: dict[str, Any]) -> tuple[bool, int]:
-    """Whether anything was left out during a fit, and how much after it."""
-    gc.unfreeze()  # what the server has frozen from which ranks are forked
+    """Whether objects were left out during a fit, and their number after it."""
+    gc.unfreeze()  # objects that the server, from which ranks are forked, has frozen
     looks = Looks(fails)
     trainer = pl.Trainer(strategy=lh.HeteroDDPStrategy(**options), **{**FAST, "max_epochs": 1}, callbacks=[looks])
     try:

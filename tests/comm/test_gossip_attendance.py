@@ -1,4 +1,4 @@
-"""Who has ended, or is silent, is known; and of a pair in rounds nobody waits for such a one again and again."""
+"""Peers that have ended or are silent: they are known, and a pair in rounds does not wait for them repeatedly."""
 
 import socket
 import threading
@@ -11,15 +11,15 @@ from gossip_team import team
 from lightning_hetero.comm.gossip_peers import PeerLiveness
 
 
-class Door:
-    """Answers knocks, or does not."""
+class FakePeer:
+    """A peer that answers connections, or does not."""
 
     def __init__(self) -> None:
         self.error: OSError | None = TimeoutError("no answer")
-        self.knocks: list[float] = []
+        self.calls: list[float] = []
 
     def __call__(self, peer: int) -> None:
-        self.knocks.append(time.monotonic())
+        self.calls.append(time.monotonic())
         if self.error is not None:
             raise self.error
 
@@ -32,20 +32,20 @@ def until(true: object, attendance: PeerLiveness, peer: int) -> bool:
 
 
 def test_a_late_peer_is_back_when_it_answers_a_knock_or_sends_something() -> None:
-    door, changes = Door(), list[int]()
-    attendance = PeerLiveness(door, 0.02, lambda: changes.append(1))
+    fake, changes = FakePeer(), list[int]()
+    attendance = PeerLiveness(fake, 0.02, lambda: changes.append(1))
     assert 3 in attendance
     attendance.late(3)
     attendance.late(3)
     assert 3 not in attendance
     assert 4 in attendance
     assert not attendance.has_ended(3)
-    while len(door.knocks) < 3:
+    while len(fake.calls) < 3:
         time.sleep(0.005)
     assert 3 not in attendance
-    door.error = None
+    fake.error = None
     assert until(True, attendance, 3)
-    door.error = TimeoutError("no answer")
+    fake.error = TimeoutError("no answer")
     attendance.late(3)
     assert 3 not in attendance
     attendance.heard(3)
@@ -55,15 +55,15 @@ def test_a_late_peer_is_back_when_it_answers_a_knock_or_sends_something() -> Non
 
 
 def test_a_peer_that_is_late_again_is_left_alone_for_a_while() -> None:
-    door = Door()
-    door.error = None
-    attendance = PeerLiveness(door, 0.2, lambda: None)
+    fake = FakePeer()
+    fake.error = None
+    attendance = PeerLiveness(fake, 0.2, lambda: None)
     attendance.late(3)
     assert until(True, attendance, 3)
-    began, known = time.monotonic(), len(door.knocks)
+    began, known = time.monotonic(), len(fake.calls)
     attendance.late(3)
     assert until(True, attendance, 3)
-    assert door.knocks[known] - began > 0.75
+    assert fake.calls[known] - began > 0.75
     attendance.met(3)
     attendance.late(3)
     assert until(True, attendance, 3)
@@ -71,8 +71,8 @@ def test_a_peer_that_is_late_again_is_left_alone_for_a_while() -> None:
 
 
 def test_a_peer_that_has_ended_stays_so_and_nobody_knocks_after_the_end() -> None:
-    door = Door()
-    attendance = PeerLiveness(door, 0.02, lambda: None)
+    fake = FakePeer()
+    attendance = PeerLiveness(fake, 0.02, lambda: None)
     attendance.late(3)
     attendance.ended(3)
     attendance.heard(3)

@@ -38,7 +38,7 @@ def places(kind: MessageKind | None = None, vectors: Sequence[Tensor] = VECTORS)
 
 
 def recorded(*messages: tuple[MessageKind, Sequence[float], Sequence[Tensor]], token: bytes = TOKEN) -> bytes:
-    """What messages look like on the wire."""
+    """Bytes of messages on the wire."""
     one, other = line()
     with one, other:
         channel = VectorChannel(one, token, 2)
@@ -50,7 +50,7 @@ def recorded(*messages: tuple[MessageKind, Sequence[float], Sequence[Tensor]], t
 
 
 def delivered(wire: bytes, count: int = 1, into: Any = places, token: bytes = TOKEN) -> list[VectorMessage]:
-    """What somebody makes of bytes."""
+    """Messages that a peer receives from these bytes."""
     one, other = line()
     with one, other:
         one.sendall(wire)
@@ -96,7 +96,7 @@ def test_a_flipped_byte_of_the_header(field: str, reason: str) -> None:
 @pytest.mark.parametrize("field", ["numbers", "size"])
 def test_a_flipped_byte_of_a_length(field: str) -> None:
     for at in range(AT[field], AT[field] + FIELDS[field]):
-        with pytest.raises((RefusedError, OSError)):  # or it waits for more, in vain
+        with pytest.raises((RefusedError, OSError)):  # otherwise it waits for more bytes in vain
             delivered(flipped(PUSH, at, 1 << random.randrange(8)) + bytes(8 * 64))
 
 

@@ -1,4 +1,4 @@
-"""A pair's connection breaks, stalls or lies at each of the six messages; and peers that are not what they seem."""
+"""Connections of a pair that break, stall or change a byte at each of the six messages; and false peers."""
 
 import time
 from collections.abc import Callable
@@ -17,7 +17,7 @@ MESSAGES = ["ASK", "YES", "SWAP", "BACK", "COMMIT", "DONE"]
 
 
 class Once:
-    """Does something to the first message of a name, and lets all others pass."""
+    """Acts on the first message of a name, and lets all others pass."""
 
     def __init__(self, name: str, act: Callable[[bytes], bytes | None]) -> None:
         self.name, self.act, self.done = name, act, False
@@ -41,10 +41,10 @@ def flip(at: int) -> Callable[[bytes], bytes]:
     return lambda message: message[:at] + bytes([message[at] ^ 0x10]) + message[at + 1 :]
 
 
-def duel(
+def exchange_with_fault(
     act: Judge, turn: float = 1.0, wait: float = 2.2, again: bool = True, limit: float = LIMIT
 ) -> tuple[tuple[bool, bool], torch.Tensor, Any]:
-    """Peer 0 asks peer 1 in bad weather; then both try again. Who counted, by how much the sum is off, refusals.
+    """Let peer 0 ask peer 1 with a fault; then both try again. Who counted, the change of the sum, refusals.
 
     Offers are open for ``wait`` limits.
     """
@@ -53,11 +53,11 @@ def duel(
         before = total([one, other])
         one.offer([1], turn)
         other.offer([0], turn)
-        other.pairing._selector._at = time.monotonic() + 60  # asks nobody itself
+        other.pairing._selector._at = time.monotonic() + 60  # it does not ask by itself
         counted = one.take(wait * limit), other.take(wait * limit)
         off = total([one, other]) - before
         before = total([one, other])
-        # Who was late may not be waited for in the first round; then that one waits in vain, and asks.
+        # In the first round a peer may not wait for one that was late; then the late one waits in vain, and asks.
         assert not again or any(meet(one, other, turn + 2 + i, 3 * limit) == (True, True) for i in range(8))
         assert torch.equal(total([one, other]), before)
         return counted, off, one.pairing.peers.refused + other.pairing.peers.refused
@@ -65,13 +65,13 @@ def duel(
 
 @pytest.mark.parametrize("name", MESSAGES)
 def test_the_connection_breaks(name: str) -> None:
-    counted, off, _ = duel(Once(name, cut))
+    counted, off, _ = exchange_with_fault(Once(name, cut))
     assert counted == (False, False) if name != "DONE" else counted[0] == counted[1]
     assert not off.any()
 
 
 def _hasty(self: PairExchange, peer: int, turn: float, weight: float, agreed: Callable[[], bool]) -> PairResult:
-    """Counts the exchange that it has asked for already at COMMIT."""
+    """Ask for an exchange, and count it at COMMIT, which is too early."""
     channel, numbers, peers = self._peers.channel(peer), (turn, weight, 1.0), self._peers
     channel.send(MessageKind.ASK, numbers, (), peers.deadline_in())
     assert channel.receive(refuse_vectors, peers.deadline_in()).kind == MessageKind.YES
@@ -84,35 +84,35 @@ def _hasty(self: PairExchange, peer: int, turn: float, weight: float, agreed: Ca
 
 def test_the_control_counts_too_early(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PairExchange, "ask", _hasty)
-    counted, off, _ = duel(Once("COMMIT", cut), again=False)
+    counted, off, _ = exchange_with_fault(Once("COMMIT", cut), again=False)
     assert counted == (True, False)
     assert off.any()
 
 
 @pytest.mark.parametrize("name", ["BACK", "DONE"])
 def test_the_connection_breaks_between_peers_that_take_any_partner(name: str) -> None:
-    # The offer stays open, and is taken at the next try; if DONE is lost, who asked finds out that it has counted.
-    counted, off, _ = duel(Once(name, cut), ANY, wait=20)
+    # The offer stays open for the next try; if DONE is lost, the peer that asked learns that the exchange has counted.
+    counted, off, _ = exchange_with_fault(Once(name, cut), ANY, wait=20)
     assert counted == (True, True)
     assert not off.any()
 
 
 @pytest.mark.parametrize("name", ["YES", "COMMIT"])
 def test_a_message_is_late(name: str) -> None:
-    counted, off, _ = duel(Once(name, late(1.5)))
+    counted, off, _ = exchange_with_fault(Once(name, late(1.5)))
     assert counted == (False, False)
     assert not off.any()
 
 
 def test_the_last_message_has_twice_as_long() -> None:
-    limit = 1.0  # second; nearly as much is left, for a busy machine
-    counted, off, _ = duel(Once("DONE", late(1.1, limit)), limit=limit)
+    limit = 1.0  # second; the limit is nearly two, for a busy machine
+    counted, off, _ = exchange_with_fault(Once("DONE", late(1.1, limit)), limit=limit)
     assert counted == (True, True)
     assert not off.any()
 
 
 def test_a_message_is_very_late() -> None:
-    counted, off, _ = duel(Once("DONE", late(3.2)), wait=4)
+    counted, off, _ = exchange_with_fault(Once("DONE", late(3.2)), wait=4)
     assert counted[0] == counted[1]
     assert not off.any()
 
@@ -123,10 +123,10 @@ def test_all_messages_are_slow() -> None:
     def slow(name: str, message: bytes) -> bytes:
         time.sleep(
             0.3 * limit
-        )  # two are in time, and leave some for a busy machine; all of them together would be late
+        )  # two are in time, with a reserve for a busy machine; all of them together would be late
         return message
 
-    counted, off, _ = duel(slow, wait=8, again=False, limit=limit)
+    counted, off, _ = exchange_with_fault(slow, wait=8, again=False, limit=limit)
     assert counted == (True, True)
     assert not off.any()
 

@@ -22,7 +22,7 @@ assert homes.HERE
 
 
 def _asked(end: Any) -> None:
-    """In a process of its own: offers, and says what came of it."""
+    """Run in a process: offer, and send the result."""
     member = Member(1, 1.0, LIMIT)
     member.pairing.outbox.hide()
     member.x[:] = 8.0
@@ -35,7 +35,7 @@ def _asked(end: Any) -> None:
 
 @pytest.mark.parametrize("name", ["SWAP", "COMMIT"])
 def test_the_peer_that_is_asked_freezes_before_a_message(name: str) -> None:
-    # It finds the message in its socket when it thaws, and must not take it as in time.
+    # When it thaws, the message is in its socket; the peer must see that it is late.
     ours, theirs = ranks._context.Pipe()
     process = ranks._context.Process(target=_asked, args=(theirs,))
     process.start()

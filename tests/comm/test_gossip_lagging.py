@@ -1,4 +1,4 @@
-"""Peers that lag, freeze or are gone, where values are pushed; and strangers."""
+"""Pushes to peers that lag, freeze or are gone; and strangers."""
 
 import socket
 import threading
@@ -18,7 +18,7 @@ def test_a_peer_that_lags_gets_what_comes_and_is_not_waited_for() -> None:
         assert two.get(3, [0], 0.05) == []  # waited for in vain
         assert one.give([1], 1) == [True]  # it lags behind
         assert two.get(5, [0], 30) == [(0, 1)]
-        assert two.give([0], 5) == [True]  # farther ahead than who waits can be
+        assert two.give([0], 5) == [True]  # farther ahead than a waiting peer can be
         assert one.get(2, [1], 30) == [(1, 5)]
         assert one.get(4, [1], 30) == []
         assert one.give([1], 5) == [True]  # it has caught up
@@ -54,7 +54,7 @@ def test_a_peer_that_has_ended_is_waited_for_no_longer() -> None:
         assert one.give([1], 1) == [True]
         threading.Timer(0.3, one.pushing.close).start()
         began = time.monotonic()
-        assert two.get(2, [0], 60) == [(0, 1)]  # hears that one of its callers has hung up
+        assert two.get(2, [0], 60) == [(0, 1)]  # notices that one of its callers has closed the connection
         assert two.give([0], 2) == [False]
         assert three.give([0], 2) == [False]  # is refused
         assert three.get(2, [0], 60) == []

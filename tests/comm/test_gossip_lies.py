@@ -1,4 +1,4 @@
-"""Peers that are not what they seem: flipped bytes, old messages, strangers, other models."""
+"""False peers: flipped bytes, old messages, strangers, other models."""
 
 import os
 import socket
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from gossip_team import TOKEN, Member, Proxy, call, hang_up, meet, read, team
-from test_gossip_cuts import LIMIT, Once, duel, flip
+from test_gossip_cuts import LIMIT, Once, exchange_with_fault, flip
 
 from lightning_hetero.comm.gossip import ANY
 from lightning_hetero.comm.gossip_peers import MessageKind
@@ -25,7 +25,7 @@ from lightning_hetero.errors import DisagreementError
     ],
 )  # fmt: skip
 def test_a_flipped_byte_is_refused_and_counted(name: str, at: int, reason: str) -> None:
-    counted, off, refused = duel(Once(name, flip(at)))
+    counted, off, refused = exchange_with_fault(Once(name, flip(at)))
     assert counted == (False, False)
     assert not off.any()
     assert refused == {reason: 1}
@@ -33,8 +33,8 @@ def test_a_flipped_byte_is_refused_and_counted(name: str, at: int, reason: str) 
 
 @pytest.mark.parametrize("name", ["ASK", "SWAP", "BACK"])
 def test_a_message_twice_in_a_connection(name: str) -> None:
-    # BACK again stands where DONE is expected: who asked connects again, and finds out that it has counted.
-    _, off, refused = duel(Once(name, lambda message: message + message))
+    # A second BACK comes in place of DONE: the peer that asked connects again, and learns that the exchange counts.
+    _, off, refused = exchange_with_fault(Once(name, lambda message: message + message))
     assert not off.any()
     assert sum(refused.values()) == (name != "BACK")
 
@@ -119,7 +119,7 @@ def test_another_model(size: int) -> None:
 
 
 def test_memory_that_is_not_there(tmp_path: Path) -> None:
-    # Nor is it made: so it is where two hosts have one name, or two containers of one host a /dev/shm each.
+    # Nor is it made: as with two hosts of one name, or two containers with a /dev/shm each.
     with team([1], limit=LIMIT) as [one], pytest.raises(DisagreementError, match="missing"):
         one.pairing.set_outboxes({1: str(tmp_path / "missing")})
     assert not (tmp_path / "missing").exists()

@@ -1,4 +1,4 @@
-"""Two peers count an exchange, or neither does: threads in one process, with all sorts of weather between them."""
+"""Both peers of a pair count an exchange, or neither: threads in one process, with faults of all kinds between them."""
 
 import os
 import random
@@ -72,7 +72,7 @@ def test_only_the_same_round_will_do() -> None:
         one.offer([1], 3)
         other.offer([0], 4)
         assert one.pairing.result(5) is None
-        assert not one.pairing.is_open  # the other has gone on: not to be waited for
+        assert not one.pairing.is_open  # the other has gone on: nobody waits for it
         assert other.pairing.is_open
         assert not one.take(0)
         one.offer([1], 4)
@@ -108,13 +108,13 @@ def test_a_late_question_of_an_offer_says_nothing_of_the_next(monkeypatch: pytes
         members[1].pairing._selector.wants(0, 1.0)
         members[1].offer([0], 1.0)
         assert held.wait(10)  # it is about to ask
-        members[0].offer([1], 1.0)  # and is asked
+        members[0].offer([1], 1.0)  # and is asked itself
         assert members[0].take(10)
         assert members[1].take(10)
         members[0].offer([2], 2.0)
         members[1].offer([3], 2.0)
         time.sleep(0.3)  # member 0 has asked in vain, and waits
-        go_on.set()  # what it wanted in round 1 is asked only now
+        go_on.set()  # its question of round 1 goes out only now
         time.sleep(0.2)
         members[2].offer([0], 2.0)
         members[3].offer([1], 2.0)
@@ -123,7 +123,7 @@ def test_a_late_question_of_an_offer_says_nothing_of_the_next(monkeypatch: pytes
         assert not any(member.pairing.misses for member in members)
 
 
-@pytest.mark.parametrize("held", ["ASK", "NO"])  # of ASK: the other hangs up on who says nothing, just as late
+@pytest.mark.parametrize("held", ["ASK", "NO"])  # ASK: the other closes a silent connection, just as late
 def test_a_peer_that_did_not_answer_in_time_is_not_waited_for_until_it_asks(held: str) -> None:
     frozen, awake = threading.Event(), threading.Event()
 
@@ -134,7 +134,7 @@ def test_a_peer_that_did_not_answer_in_time_is_not_waited_for_until_it_asks(held
         return message
 
     def greet(drawn: bytes) -> bytes:
-        if frozen.is_set():  # else the silent peer would answer the first knock, and be asked again
+        if frozen.is_set():  # otherwise the silent peer would answer the first greeting, and be asked again
             awake.wait(60)
         return drawn
 
@@ -149,7 +149,7 @@ def test_a_peer_that_did_not_answer_in_time_is_not_waited_for_until_it_asks(held
         assert sum(one.pairing.misses.values()) == 1  # asked once only
         assert 1 not in one.pairing.peers.liveness
         one.offer([1], 4.0)
-        other.offer([0], 4.0)  # the second of the pair: asks when it has not been asked for a while
+        other.offer([0], 4.0)  # the second of the pair asks if it was not asked for a while
         assert other.take(10)
         assert one.take(0)
         awake.set()
@@ -200,12 +200,12 @@ def test_pausing() -> None:
 # -- 100 schedules -------------------------------------------------------------------------------------------
 
 
-def schedule(members: list[Member], draw: random.Random, weather: dict[str, Any]) -> int:
-    """A random round of a random form in random weather, on threads; returns how many have met."""
+def schedule(members: list[Member], draw: random.Random, faults: dict[str, Any]) -> int:
+    """Run a random round of a random form with random faults, on threads; returns the number of exchanges."""
     for member in members:
         member.x[:] = torch.tensor([float(draw.randrange(-512, 512)) for _ in range(3)])
     before, first_come, turn = total(members), draw.random() < 0.5, draw.randrange(1000)
-    weather["cut"], weather["late"] = draw.choice([0, 0, 0.1, 0.5]), draw.choice([0, 0, 0.02])
+    faults["cut"], faults["late"] = draw.choice([0, 0, 0.1, 0.5]), draw.choice([0, 0, 0.02])
     matching = random_matching(len(members), turn, 7)
     plans = [(draw.uniform(0, 0.03), draw.choice([0.0, 0.02, 0.1])) for _ in members]
 
@@ -227,18 +227,18 @@ def schedule(members: list[Member], draw: random.Random, weather: dict[str, Any]
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize("seed", range(5))
 def test_100_random_schedules_keep_the_sum(seed: int) -> None:
-    draw, weather = random.Random(seed), {"cut": 0.0, "late": 0.0}
+    draw, faults = random.Random(seed), {"cut": 0.0, "late": 0.0}
 
     def judge(name: str, message: bytes) -> bytes | None:
-        time.sleep(random.uniform(0, weather["late"]))
-        return None if random.random() < weather["cut"] else message
+        time.sleep(random.uniform(0, faults["late"]))
+        return None if random.random() < faults["cut"] else message
 
     met = 0
     with team([draw.choice([1, 3]) for _ in range(draw.randrange(2, 6))], boxes=seed % 2 == 1, proxy=judge) as members:
         for _ in range(20):
-            met += schedule(members, draw, weather)
-        weather["cut"] = 0.0
-        # What was cut off ends, and then there is nothing between them, even if they did not answer each other in time.
+            met += schedule(members, draw, faults)
+        faults["cut"] = 0.0
+        # Broken connections end, and then no fault is between them, even if they did not answer each other in time.
         deadline, turns = time.monotonic() + 60, count(2000)
         while meet(members[0], members[1], next(turns), 5) != (True, True):
             assert time.monotonic() < deadline

@@ -26,7 +26,7 @@ needs_namespaces = pytest.mark.skipif(namespaces.missing, reason="needs root and
 
 
 def counted(end: Any, index: int, interface: str) -> None:
-    """Offers to all, again and again, until told to stop; says on demand whom it has met, and what it holds."""
+    """Offer to all, again and again, until told to stop; report on demand the exchanges, the misses and the values."""
     member = Member(index, 1.0, LIMIT, interface=interface)
     member.x[:] = START[index]
     end.send((member.pairing.peers.address, member.path))
@@ -56,7 +56,7 @@ def counted(end: Any, index: int, interface: str) -> None:
 
 
 def pushed(end: Any, index: int, interface: str) -> None:
-    """Pushes half to the others in turn, again and again; takes what there is."""
+    """Push half to the others in turn, again and again, and take all pushes."""
     giver = Giver(index, [START[index]], LIMIT, interface=interface)
     end.send((giver.pushing.peers.address, giver.path))
     addresses, paths = end.recv()
@@ -68,7 +68,7 @@ def pushed(end: Any, index: int, interface: str) -> None:
     others = [i for i in range(COUNT) if i != index]
     while words != "stop":
         turn += 1
-        peer = others[turn % len(others)]  # in turn: a run of draws could be all of the dead one
+        peer = others[turn % len(others)]  # in turn: random draws could all be the dead one
         met[peer] += giver.give([peer], turn) == [True]
         giver.get(10**9, [], 0)
         words = end.recv() if end.poll(0.005) else ""
@@ -81,13 +81,13 @@ def pushed(end: Any, index: int, interface: str) -> None:
 
 
 def beyond(link: Link, body: Body, end: Any, index: int) -> None:
-    """At the other end of a link."""
+    """Run a body at the other end of a link."""
     link.enter()
     body(end, index, link.there)
 
 
-class Herd:
-    """The processes, and what passes between them."""
+class PeerProcesses:
+    """The processes, and the network between them."""
 
     def __init__(self, body: Body, boxes: bool, proxies: bool, link: Link | None) -> None:
         self.down, pipes = False, [ranks._context.Pipe() for _ in range(COUNT)]
@@ -129,11 +129,11 @@ class Herd:
         return [self.ends[i].recv() for i in peers]
 
     def ask_until(self, enough: Callable[[list[Any]], bool], peers: range) -> list[Any]:
-        """How they do, as soon as that is enough, or after a while."""
+        """State of these peers, as soon as ``enough`` accepts it, or after a while."""
         deadline = time.monotonic() + 20 * LIMIT
-        while not enough(told := self.ask("how", peers)) and time.monotonic() < deadline:
+        while not enough(states := self.ask("how", peers)) and time.monotonic() < deadline:
             time.sleep(0.1)
-        return told
+        return states
 
     def close(self) -> None:
         for process in self.processes:
@@ -144,8 +144,10 @@ class Herd:
 
 
 @contextmanager
-def herd(body: Body, boxes: bool = False, proxies: bool = False, link: Link | None = None) -> Iterator[Herd]:
-    found = Herd(body, boxes, proxies, link)
+def peer_processes(
+    body: Body, boxes: bool = False, proxies: bool = False, link: Link | None = None
+) -> Iterator[PeerProcesses]:
+    found = PeerProcesses(body, boxes, proxies, link)
     try:
         yield found
     finally:
@@ -166,9 +168,9 @@ def test_the_others_go_on(how: str, body: Body, boxes: bool) -> None:
     missed = how != "killed"  # its connections end, by which others may know it before they ask it again
     with (
         linked() if how == "link down" else nullcontext() as link,
-        herd(body, boxes, proxies=how == "cut off", link=link) as peers,
+        peer_processes(body, boxes, proxies=how == "cut off", link=link) as peers,
     ):
-        before = peers.ask_until(lambda told: all(sum(met.values()) > 0 for met, *_ in told), range(COUNT))
+        before = peers.ask_until(lambda states: all(sum(met.values()) > 0 for met, *_ in states), range(COUNT))
         assert all(sum(met.values()) > 0 for met, *_ in before)
         peers.down = how == "cut off"
         if link:
@@ -178,14 +180,14 @@ def test_the_others_go_on(how: str, body: Body, boxes: bool) -> None:
         time.sleep(4 * LIMIT)
         one = peers.ask("how", others)
 
-        def gains(told: list[Any]) -> list[dict[int, int]]:
-            return [{j: told[i][0][j] - one[i][0][j] for j in range(COUNT)} for i in others]
+        def gains(states: list[Any]) -> list[dict[int, int]]:
+            return [{j: states[i][0][j] - one[i][0][j] for j in range(COUNT)} for i in others]
 
         time.sleep(2 * LIMIT)
         two = peers.ask_until(
-            lambda told: (
-                all(sum(gained.values()) > 0 for gained in gains(told))
-                and all(answer[1].get(3, 0) >= missed for answer in told)
+            lambda states: (
+                all(sum(gained.values()) > 0 for gained in gains(states))
+                and all(answer[1].get(3, 0) >= missed for answer in states)
             ),
             others,
         )
@@ -196,7 +198,7 @@ def test_the_others_go_on(how: str, body: Body, boxes: bool) -> None:
 
 
 def test_a_peer_that_freezes_again_and_again_takes_nothing_along() -> None:
-    with herd(pushed) as peers:
+    with peer_processes(pushed) as peers:
         for i in range(4):
             time.sleep(0.2 + 0.05 * i)
             os.kill(peers.processes[i].pid, signal.SIGSTOP)

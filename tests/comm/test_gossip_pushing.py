@@ -1,4 +1,4 @@
-"""What is pushed is the other's, or has never left: weights and values together, late or not."""
+"""Pushes: a message is the other's or has never left, with its weight and its values, late or not."""
 
 import random
 import socket
@@ -24,7 +24,7 @@ MESSAGES = ["PUSH", "YES", "COMMIT", "DONE"]
 
 
 class Giver:
-    """``x`` and ``w``, parts of which it gives away."""
+    """A peer with ``x`` and ``w``, of which it gives away parts."""
 
     def __init__(
         self, index: int, x: Sequence[float], limit: float, token: bytes = TOKEN, interface: str = "127.0.0.1"
@@ -74,7 +74,7 @@ def givers(
 
 
 def sums(members: Sequence[Giver]) -> list[float]:
-    """Of values and of weights, what has arrived included."""
+    """Sums of the values and of the weights, with those of received pushes."""
     waiting = [push for member in members for push in member.pushing.waiting()]
     x = sum((member.x for member in members), sum((push.vectors[0] for push in waiting), torch.zeros(())))
     return [*x.tolist(), sum(member.w for member in members) + sum(push.weight for push in waiting)]
@@ -149,7 +149,7 @@ def test_what_a_checkpoint_holds_comes_back() -> None:
 
 
 def push_in(act: Judge, boxes: bool = False) -> tuple[bool, int, list[float], Any]:
-    """Whether peer 0 thinks that its push has gone, how many have come, by how much the sums are off, refusals."""
+    """Whether peer 0 takes its push as sent, the number of received pushes, the change of the sums, refusals."""
     with givers(2, LIMIT, boxes, act) as (one, two):
         before = sums([one, two])
         [gone] = one.give([1], 1)
@@ -233,11 +233,11 @@ def test_a_silent_client_takes_no_memory() -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_random_storms_keep_the_sums(seed: int) -> None:
-    draw, weather = random.Random(seed), {"cut": 0.0, "late": 0.0}
+    draw, faults = random.Random(seed), {"cut": 0.0, "late": 0.0}
 
     def judge(name: str, message: bytes) -> bytes | None:
-        time.sleep(random.uniform(0, weather["late"]))
-        return None if random.random() < weather["cut"] else message
+        time.sleep(random.uniform(0, faults["late"]))
+        return None if random.random() < faults["cut"] else message
 
     count = draw.randrange(2, 6)
     with givers(count, boxes=seed % 2 == 1, proxy=judge) as members, ThreadPoolExecutor(count) as pool:
@@ -250,7 +250,7 @@ def test_random_storms_keep_the_sums(seed: int) -> None:
             member.get(turn, [i for i in to if member.pushing.me in to[i]], wait)
 
         for turn in range(8):
-            weather["cut"], weather["late"] = draw.choice([0, 0.1, 0.5]), draw.choice([0, 0.02])
+            faults["cut"], faults["late"] = draw.choice([0, 0.1, 0.5]), draw.choice([0, 0.02])
             topology = draw.choice(list(DIRECTED))
             jobs = [pool.submit(play, m, topology, turn, draw.choice([0, 0.1]), draw.uniform(0, 0.03)) for m in members]
             for job in jobs:

@@ -20,7 +20,7 @@ SIZE = 50_000
 def joined(function: Any, *args: Any) -> Any:
     dist.init_process_group("gloo", timeout=LIMIT)
     value = function(*args)
-    dist.barrier()  # rank 0 has the store, with which the others make their groups
+    dist.barrier()  # rank 0 has the store, which the others need to make their groups
     return value
 
 

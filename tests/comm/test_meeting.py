@@ -1,4 +1,4 @@
-"""A rank's place in a job: for one process."""
+"""Place of a rank in its job: in one process."""
 
 import time
 from collections.abc import Iterator
@@ -49,8 +49,8 @@ def test_who_waits_for_long_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pyt
         _connect()
 
     join_world(connect, HERE, LIMIT, hint="Or else.")
-    said = (
+    expected = (
         "lightning_hetero: rank 0 of 1 has waited for 0.2 s to meet the other ranks at 127.0.0.1:29400, and waits for "
         "up to 10 s (the strategy's `timeout`). Or else.\n"
     )
-    assert capsys.readouterr().out == said  # once
+    assert capsys.readouterr().out == expected  # once

@@ -68,7 +68,7 @@ def test_an_all_reduce_of_two_levels_is_the_sum_over_all_ranks(islands: list[tup
 
 
 def _formats(islands: list[tuple[int, ...]]) -> Any:
-    """Tensors of which the ranks hold their values in different orders, and sparse ones."""
+    """Tensors whose values lie in another order on each rank, and sparse ones."""
     group, rank = _group(islands), dist.get_rank()
     format_ = (torch.channels_last, torch.contiguous_format)[rank % 2]
     image = _own(rank, 2 * 3 * 4 * 5).view(2, 3, 4, 5).contiguous(memory_format=format_)
@@ -116,7 +116,7 @@ def test_broadcasts_and_gathers(islands: list[tuple[int, ...]]) -> None:
 
 
 class Branches(nn.Module):
-    """Uses one branch only, another one on each rank, and has buffers."""
+    """Uses one branch only, which differs between ranks, and has buffers."""
 
     def __init__(self) -> None:
         super().__init__()

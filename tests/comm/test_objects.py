@@ -1,4 +1,4 @@
-"""What leaves a process: the same values, whatever holds them. (With a device: `tests/accelerator/test_border.py`.)"""
+"""Objects that leave a process: same values, in any container. (With a device: `tests/accelerator/test_border.py`.)"""
 
 import ast
 import dataclasses
@@ -121,7 +121,7 @@ def test_objects_leave_a_process_in_one_place() -> None:
 
 
 def test_files_are_written_by_plugins() -> None:
-    """They get what `portable` has made, and so do those of the users; directories of shards are PyTorch's."""
+    """Plugins get the result of `portable`, also those of users; directories of shards are written by PyTorch."""
     written = _calls(_FILES, {"torch"})
     assert set(written) == {"checkpoint/writer.py", "checkpoint/directory.py"}
     assert "torch.save(portable(" in (PACKAGE / "checkpoint/directory.py").read_text()

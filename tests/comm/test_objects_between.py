@@ -24,7 +24,7 @@ def _content(rank: int, size: int) -> bytes:
 
 
 def exchanged() -> dict[str, Any]:
-    """What each kind of gathering gives this rank, by case."""
+    """Results of each kind of gathering on this rank, by case."""
     dist.init_process_group("gloo", timeout=timedelta(seconds=20))
     rank, found = dist.get_rank(), dict[str, Any]()
     rest = dist.new_group([1, 2])

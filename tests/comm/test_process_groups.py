@@ -1,4 +1,4 @@
-"""Process groups: made when first needed, by their members only, and not more of them where there are more replicas."""
+"""Process groups: made at first use, by their members only; their number does not grow with the replicas."""
 
 import os
 import signal
@@ -34,7 +34,7 @@ class Fake:
 
 
 def asked_for(sizes: list[int], monkeypatch: pytest.MonkeyPatch) -> list[Counter[tuple[str, tuple[int, ...]]]]:
-    """The groups that each rank makes, by name and members, where a strategy uses all that there are."""
+    """The groups that each rank makes, by name and members, if a strategy uses all that there are."""
     places = [Place(f"host{node}", node, i, "cpu") for node, size in enumerate(sizes) for i in range(size)]
     made: list[Counter[tuple[str, tuple[int, ...]]]] = []
 
@@ -91,7 +91,7 @@ def joined(function: Any, *args: Any) -> Any:
 
 
 def _uneven() -> list[list[float]]:
-    """Groups that overlap, on ranks that have different numbers of them, of two objects at the same time."""
+    """Use overlapping groups, of different numbers on each rank, of two objects at the same time."""
     rank, found = dist.get_rank(), []
     for groups in (Groups.open(LIMIT), Groups.open(LIMIT)):
         for ranks in ((0, 1), (2,), (2, 0), (1, 2), (0, 1, 2)):
@@ -143,7 +143,7 @@ def _killed() -> tuple[str, float]:
 
 
 def test_a_member_that_has_died_is_not_waited_for() -> None:
-    """Otherwise, killed before the first exchange, it would hold up the others for the whole timeout."""
+    """A rank that is killed before the first exchange would otherwise hold up the others for the whole timeout."""
     survivor, killed = attempt(joined, 2, _killed)
     assert killed.exitcode == -signal.SIGKILL
     message, seconds = survivor.value
@@ -214,7 +214,7 @@ def _meet_after_one_has_tried_in_vain(address: tuple[str, int]) -> list[int]:
     host = dist.TCPStore(*address, is_master=rank == 0, wait_for_workers=False, timeout=LIMIT)
     if rank == 0:
         with pytest.raises(dist.DistError):
-            module.begin_world(host, 1, 0, 2, timedelta(seconds=1))  # the other one has not come so far
+            module.begin_world(host, 1, 0, 2, timedelta(seconds=1))  # the other one has not come yet
     module.begin_world(host, 2, rank, 2, LIMIT)
     numbers = torch.tensor([rank + 1])
     dist.all_reduce(numbers)
@@ -224,5 +224,5 @@ def _meet_after_one_has_tried_in_vain(address: tuple[str, int]) -> list[int]:
 
 
 def test_ranks_meet_though_one_of_them_has_tried_in_vain_before() -> None:
-    """As where one more rank is lost while they meet: PyTorch would have them wait under different names."""
+    """This happens if one more rank is lost while ranks meet: in PyTorch they would wait under different names."""
     assert run(_meet_after_one_has_tried_in_vain, 2, ("127.0.0.1", free_port())) == [[3], [3]]

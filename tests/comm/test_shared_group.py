@@ -1,4 +1,4 @@
-"""A process group in shared memory: collectives against NumPy and gloo, what is left of it, and who gets one."""
+"""A process group in shared memory: collectives against NumPy and gloo, the files that it leaves, and its choice."""
 
 import os
 import time
@@ -180,7 +180,7 @@ def test_ranks_of_one_node_unless_the_user_says_otherwise(nodes: list[str], way:
 
 
 def _without_room(way: Any) -> str:
-    shared_memory.SHARED = "/proc"  # where nothing is free
+    shared_memory.SHARED = "/proc"  # no file can be made there
     rank_zero_only.rank = 0  # as Lightning sets it: both ranks are to warn
     groups = _groups(["a", "a"], way)
     if way == "shm":

@@ -1,4 +1,4 @@
-"""Averages in shared memory against sums over gloo and NumPy; what is left when ranks end."""
+"""Averages in shared memory against sums over gloo and NumPy, and the files that are left when ranks end."""
 
 import os
 import signal
@@ -30,21 +30,21 @@ def _begin(size: int, seconds: float = 60.0) -> SharedMean:
 
 def _note_names() -> None:
     """Write down the names of all files that this process makes."""
-    noted, own = os.environ.get("TESTS_NOTED"), (tempfile.mkdtemp, tempfile.mkstemp)
-    if noted is None:
+    names_file, own = os.environ.get("TESTS_NOTED"), (tempfile.mkdtemp, tempfile.mkstemp)
+    if names_file is None:
         return
 
     def made(number: int, **options: Any) -> Any:
         result = own[number](**options)
-        with open(noted, "a") as file:
+        with open(names_file, "a") as file:
             file.write(f"{result if number == 0 else result[1]}\n")
         return result
 
     tempfile.mkdtemp, tempfile.mkstemp = partial(made, 0), partial(made, 1)  # type: ignore[assignment]
 
 
-def _nothing_left(noted: Path) -> None:
-    names = noted.read_text().split()
+def _nothing_left(names_file: Path) -> None:
+    names = names_file.read_text().split()
     assert names
     assert not [name for name in names if Path(name).exists()]
 

@@ -17,7 +17,7 @@ from lightning_hetero.comm import threads
 from lightning_hetero.comm.stores import clone_store, store_at
 
 LIMIT = timedelta(seconds=60)
-SOON = 15.0  # seconds: a try, and the next call of `cut`, on a busy machine
+SOON = 15.0  # seconds of an attempt and of the next call of `cut`, on a busy machine
 
 
 def _host(pipe: Any) -> None:

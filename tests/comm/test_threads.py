@@ -6,7 +6,7 @@ from pathlib import Path
 import lightning_hetero
 
 PACKAGE = Path(lightning_hetero.__file__).parent
-#: They only look at clocks and at what Python's threads wait for, and wake them, or end the process.
+#: They only look at clocks and at Python's threads, which they wake up, or they end the process.
 HARMLESS = {"failure-news", "leave-devices"}
 
 

@@ -1,4 +1,4 @@
-"""Who lives where, from places made by hand."""
+"""Topology of ranks and nodes, from places made by hand."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ FAR, ROCM, OLD = ("cuda:b:uuid-9", NCCL), ("rocm:c:uuid-5", "rocm, NCCL 2.27.5")
 
 
 def topology(nodes, rank=0, devices=None):
-    """Ranks on nodes as given."""
+    """Topology of ranks on nodes as given."""
     places = {}
     for node, ranks in enumerate(nodes):
         for local, r in enumerate(ranks):
@@ -88,7 +88,7 @@ def test_nodes_are_in_the_order_of_their_lowest_rank(discovered):
 
 
 def test_the_launchers_node_counts_and_not_the_hostname(discovered):
-    # Containers may share a hostname, and one node may go by two.
+    # Containers may share a hostname, and a node may have two.
     places = [place("box", 0, 0), place("box", 1, 0), place("box-ib", 0, 1), place("box", 1, 1)]
     assert discovered(places).nodes == ((0, 2), (1, 3))
 

@@ -1,4 +1,4 @@
-"""The listening socket of a rank: who is let in, and what strangers can do."""
+"""The listening socket of a rank: its peers, and the limits of strangers."""
 
 import multiprocessing
 import os
@@ -53,10 +53,10 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("said", WRONG.values(), ids=WRONG)
-def test_a_stranger_is_sent_away(listener: Listener, said: bytes) -> None:
+@pytest.mark.parametrize("content", WRONG.values(), ids=WRONG)
+def test_a_stranger_is_sent_away(listener: Listener, content: bytes) -> None:
     with socket.create_connection(listener.address) as stranger:
-        stranger.sendall(said)
+        stranger.sendall(content)
         assert listener.accept(0.3) == []
         assert until_closed(stranger) == b""
 
@@ -133,12 +133,12 @@ def _forked(listener: Listener) -> None:
 
 
 def test_a_child_process_keeps_nothing_open(listener: Listener) -> None:
-    """Else a rank that has ended would be reachable for as long as a worker of its dataloader lives."""
+    """Otherwise a rank that has ended could be reached for as long as a worker of its dataloader lives."""
     child = multiprocessing.get_context("fork").Process(target=_forked, args=(listener,))
     child.start()
     child.join(20.0)
     assert child.exitcode == 0
-    with connect(listener.address, TOKEN, 1, 5.0):  # here it goes on
+    with connect(listener.address, TOKEN, 1, 5.0):  # the listener of this process goes on
         [caller] = listener.accept(5.0)
         caller.connection.close()
 
@@ -147,7 +147,7 @@ def test_a_child_process_keeps_nothing_open(listener: Listener) -> None:
 def test_a_peer_is_reached_and_nothing_that_it_says_at_once_is_lost(
     busy: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also one that answers only the second connection, since it was busy with something else."""
+    """A busy peer may answer only the second connection."""
     monkeypatch.setattr(transport, "HURRY", 0.3)
     with socket.create_server(("127.0.0.1", 0)) as server:
         caller = MessageTransport(1, "token")

@@ -1,4 +1,4 @@
-"""A view is a value, by which everything is made that depends on who takes part."""
+"""A view is a value; all objects that depend on the members of a job are made from it."""
 
 from dataclasses import replace
 from typing import Any

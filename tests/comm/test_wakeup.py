@@ -1,4 +1,4 @@
-"""Who may ring at a center's host, and that its host hears it however much else its process does."""
+"""Connections to a center's host: strangers are refused, and the host is woken even if its process is busy."""
 
 import gc
 import os
@@ -33,7 +33,7 @@ def wakeup() -> Iterator[Wakeup]:
 
 @pytest.fixture
 def many_open_files() -> Iterator[None]:
-    """The next file of this process has a number that `select` does not take."""
+    """Let the next file of this process have a number that `select` does not take."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard < 2048:
         pytest.skip("this process may not open so many files")

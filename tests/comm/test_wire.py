@@ -32,7 +32,7 @@ KINDS = [(wire, dtype) for wire in DTYPES for dtype in (torch.float32, torch.flo
 
 
 def vector(rank: int, length: int, dtype: torch.dtype) -> torch.Tensor:
-    """Of both signs, over six orders of magnitude."""
+    """Values of both signs, over six orders of magnitude."""
     g = torch.Generator().manual_seed(100 * rank + length)
     numbers = torch.randn(length, generator=g, dtype=torch.float64)
     return (numbers * 10 ** (6 * torch.rand(length, generator=g, dtype=torch.float64) - 4)).to(dtype)
@@ -113,7 +113,7 @@ def tensors(arrays: list[np.ndarray]) -> list[torch.Tensor]:
 
 
 def copies(flats: list[torch.Tensor]) -> list[torch.Tensor]:
-    """An average overwrites what it is given."""
+    """Copies of tensors, as an average overwrites its arguments."""
     return [flat.clone() for flat in flats]
 
 
@@ -167,7 +167,7 @@ def test_the_weighted_mean_of_replicas_of_2_and_1_ranks() -> None:
             assert average.distance == pytest.approx(distance, rel=1e-5 + 4 * there)
             for new, truth, (_, dtype) in zip(average.mean, mean, SHAPES, strict=True):
                 assert new.numpy().dtype == dtype
-                # What travels is each replica's difference from the reference, by its weight, and then their sum.
+                # Each replica sends its difference from the reference, times its weight; then the sum of these is sent.
                 limit = 2.1 * there * 4 + 4 * np.finfo(dtype).eps
                 assert np.abs(new.double().numpy() - truth).max() <= limit
             if turn is not None:

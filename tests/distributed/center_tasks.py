@@ -1,4 +1,4 @@
-"""What the tests of strategies with a center share: a linear model, a fit of it, and what is kept of that."""
+"""Common parts of the tests with a center: a linear model, a fit of it, and the record of that fit."""
 
 import os
 from typing import Any
@@ -42,7 +42,7 @@ STRATEGIES = {
 
 
 class Line(pl.LightningModule):
-    """``x @ w`` on squares."""
+    """Linear model ``x @ w`` with the squared error."""
 
     def __init__(self, lr: float = 0.01, momentum: float = 0.0, nesterov: bool = False, schedule: Any = None) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class Line(pl.LightningModule):
 
 
 class Recorder(pl.Callback):
-    """Keeps the weights, and the center where every rank has one, after each batch."""
+    """Keeps the weights, and the center if every rank has one, after each batch."""
 
     def __init__(self) -> None:
         self.weights: list[torch.Tensor] = []
@@ -71,12 +71,12 @@ class Recorder(pl.Callback):
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
         self.weights.append(parameters(pl_module))
         center = getattr(getattr(trainer.strategy, "averager", None), "center", None)
-        if center and isinstance(center, list):  # else where it lives
+        if center and isinstance(center, list):  # otherwise it is the center's address
             self.centers.append(torch.cat([part.double() for part in center]))
 
 
 class StartAt(pl.Callback):
-    """Every rank begins elsewhere."""
+    """Moves the start of each rank."""
 
     def __init__(self, starts: list[float]) -> None:
         self.starts = starts

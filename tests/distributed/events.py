@@ -62,9 +62,9 @@ PULL = {"moving_rate": 0.2, "beta": 0.7, "tau": 3}
 DASO = {"warmup": 3, "cooldown": 2, "global_every": 4, "wait": 3, "patience": 99}  # nearly always under way
 SCHEDULE = {"warmup": 2, "cooldown": 2, "global_every": 4, "wait": 2, "patience": 2, "threshold": 0.9}
 SCHEDULE["schedule_every_n_steps"] = 2  # its rates change while exchanges are under way
-GOSSIP = {"deadline": 15}  # a busy machine is no reason to go on without a partner
+GOSSIP = {"deadline": 15}  # on a busy machine, too, nobody shall go on without a partner
 TWO_NODES, ALONE = (2, 1), (1,)
-#: Of each string its row; the first four are one of each family.
+#: The row of each string; the first four rows are of four families.
 ROWS = {
     "hetero_ddp": Row(period=1, limit=ROUNDING, mean=True),
     "hetero_daso": Row(DASO, TWO_NODES, period=4, mean=True),
@@ -95,12 +95,12 @@ OTHERS = {
     "hetero_easgd/exclude": Row({**PULL, "exclude": ["*bias"]}),
     "hetero_easgd_overlap/bf16": Row({**PULL, "wire": "bf16"}),
     "hetero_easgd_overlap/int4": Row({**PULL, "wire": "int4"}),
-    # Where the wire takes the client to be (the center at its last exchange) is not saved.
+    # The client's values as known to the wire (the center at its last exchange) are not saved.
     "hetero_easgd_round_robin/bf16": Row({**PULL, "wire": "bf16"}, limit=2.0**-8),
     "hetero_easgd_async/thread": Row({**PULL, "center": "thread"}, repeats=False),
     "hetero_easgd_async/alone": Row(PULL, ALONE),  # one client: nobody comes between
     "hetero_easgd_hogwild/alone": Row(PULL, ALONE),
-    "hetero_diloco_async/alone": Row({"tau": 4}, ALONE, limit=1e-15),  # where all last looked, and what has come since
+    "hetero_diloco_async/alone": Row({"tau": 4}, ALONE, limit=1e-15),  # the last seen values, and the changes since
     "hetero_diloco_async/thread": Row({"tau": 3, "outer_momentum": 0.3, "wire": "2bit"}, repeats=False),
     "hetero_diloco_async/int4": Row(
         {"tau": 4, "fragments": 2, "wire": "int4", "outer_momentum": 0.3}, repeats=False, period=4
@@ -121,12 +121,12 @@ ALL = {**ROWS, **OTHERS}
 
 
 def among(*names: str) -> list[str]:
-    """The rows of all strings, and these others."""
+    """Names of the rows of all strings, and of these others."""
     return [*ROWS, *(name for name in OTHERS if name.removeprefix("hetero_") in names)]
 
 
 def kind(name: str) -> Any:
-    """The class that a Trainer makes of a string."""
+    """Class of the strategy for the name of a row."""
     return StrategyRegistry[name.partition("/")[0]]["strategy"]
 
 
@@ -159,7 +159,7 @@ class Model(EvaluatedNet):
         self.rows[self.trainer.global_step] = batch[3].tolist()
         self.seen = [*self.seen, batch[3].tolist()]  # a new list: a padding batch stays in it
         loss = self.loss(batch)
-        self.log("train", loss, on_step=False, on_epoch=True)  # nobody waits for others in a step
+        self.log("train", loss, on_step=False, on_epoch=True)  # otherwise ranks would wait for each other in each step
         return loss
 
     def configure_optimizers(self) -> Any:
@@ -173,7 +173,7 @@ class Model(EvaluatedNet):
 
 
 def loss_at(weights: torch.Tensor) -> float:
-    """On all samples of the validation."""
+    """The loss of these weights on all samples of the validation."""
     model = Model(Row()).eval()
     nn.utils.vector_to_parameters(weights, model.parameters())
     with torch.no_grad():
@@ -188,7 +188,7 @@ def order(epoch: int) -> list[int]:
 
 
 def one_process(batches: list[list[int]]) -> torch.Tensor:
-    """The weights after one process has taken these steps."""
+    """The weights after these steps in one process."""
     data, model = dataset(SAMPLES), Model(Row(), scheduled=False)
     optimizer = model.configure_optimizers()
     for rows in batches:
@@ -198,12 +198,12 @@ def one_process(batches: list[list[int]]) -> torch.Tensor:
     return parameters(model)
 
 
-# -- a fit, and what is seen of it ---------------------------------------------------------------------------
+# -- a fit, and its record -----------------------------------------------------------------------------------
 
 
 @dataclass
-class Seen:
-    """What a rank has seen of a fit.
+class Record:
+    """Record of a fit, on one rank.
 
     Attributes:
         error: of this package or a signal's, with which the fit has ended.
@@ -224,7 +224,7 @@ class Seen:
         steps: optimizer steps at the end.
         number: rank and world at the end.
         losses: of ranks.
-        said: warnings, and what is logged.
+        messages: warnings, and what is logged.
     """
 
     error: BaseException | None = None
@@ -245,34 +245,34 @@ class Seen:
     steps: int = 0
     number: tuple[int, int] = (0, 0)
     losses: list[Any] = field(default_factory=list)
-    said: list[str] = field(default_factory=list)
+    messages: list[str] = field(default_factory=list)
 
 
 class Watch(pl.Callback):
-    """Notes what there is to see."""
+    """Keeps the record of a fit."""
 
     def __init__(self) -> None:
-        self.seen = Seen()
+        self.record = Record()
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self.seen.starts.append((trainer.global_step, trainer.global_rank, trainer.world_size))
-        self.seen.begun.append(parameters(pl_module))
-        self.seen.momenta.append(momentum(trainer))
+        self.record.starts.append((trainer.global_step, trainer.global_rank, trainer.world_size))
+        self.record.begun.append(parameters(pl_module))
+        self.record.momenta.append(momentum(trainer))
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
-        self.seen.ends.append(trainer.global_step)
-        self.seen.path.append(parameters(pl_module))
-        self.seen.last.append(momentum(trainer))
+        self.record.ends.append(trainer.global_step)
+        self.record.path.append(parameters(pl_module))
+        self.record.last.append(momentum(trainer))
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self.seen.ended = parameters(pl_module)
+        self.record.ended = parameters(pl_module)
 
     def on_validation_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self.seen.validated.append(parameters(pl_module))
+        self.record.validated.append(parameters(pl_module))
 
     def on_validation_end(self, trainer: pl.Trainer, *_: Any) -> None:
         if not trainer.sanity_checking:
-            self.seen.metrics.append(trainer.callback_metrics["val"].item())
+            self.record.metrics.append(trainer.callback_metrics["val"].item())
 
 
 def momentum(trainer: pl.Trainer) -> torch.Tensor:
@@ -290,8 +290,8 @@ def fit(
     resume: Any = None,
     options: dict[str, Any] | None = None,
     **settings: Any,
-) -> Seen:
-    """A fit of a rank; a signal, or an error of this package, with which it ends is part of what is seen."""
+) -> Record:
+    """Train on this rank; the record has the error of this package, or the signal, with which the fit has ended."""
     row, watch = ALL[name], Watch()
     model = model or Model(row)
     if data is None:
@@ -305,20 +305,20 @@ def fit(
     handler = logging.Handler()
     handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("lightning_hetero").addHandler(handler)
-    seen = watch.seen
-    with warnings.catch_warnings(record=True) as said:
+    record = watch.record
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trainer = pl.Trainer(strategy=strategy, callbacks=[watch, *callbacks], **settings)
         torch.manual_seed(trainer.global_rank)
         try:
             trainer.fit(model, data, DataLoader(dataset(50), batch_size=4) if validates else None, ckpt_path=resume)
         except (HeteroError, SIGTERMException) as error:
-            seen.error = error
-        seen.weights, seen.seen, seen.rows = parameters(model), model.seen, model.rows
-        seen.evaluated = list(model.evaluated)
-        if validates and seen.error is None:
-            seen.test = trainer.test(model, DataLoader(dataset(50), batch_size=4), verbose=False)[0]["test"]
+            record.error = error
+        record.weights, record.seen, record.rows = parameters(model), model.seen, model.rows
+        record.evaluated = list(model.evaluated)
+        if validates and record.error is None:
+            record.test = trainer.test(model, DataLoader(dataset(50), batch_size=4), verbose=False)[0]["test"]
     logging.getLogger("lightning_hetero").removeHandler(handler)
-    seen.steps, seen.number = trainer.global_step, (trainer.global_rank, trainer.world_size)
-    seen.losses, seen.said = strategy.recovery.losses, [str(one.message) for one in said] + logged
-    return seen
+    record.steps, record.number = trainer.global_step, (trainer.global_rank, trainer.world_size)
+    record.losses, record.messages = strategy.recovery.losses, [str(one.message) for one in caught] + logged
+    return record

@@ -1,6 +1,6 @@
-"""A process group that behaves as NCCL's does when a rank is lost; over gloo, on CPUs and on simulated cards.
+"""A process group that behaves as NCCL's if a rank is lost; over gloo, on CPUs and on simulated cards.
 
-What waits for a dead rank waits for ever, and so does whoever shuts the group down then. ``install()`` takes ranks on
+A collective with a dead rank never ends; neither does the group's shutdown after that. ``install()`` takes ranks on
 CPUs for ranks on cards of their own, and makes their groups of this kind.
 """
 
@@ -19,7 +19,7 @@ from lightning_hetero.strategies import job
 
 
 class FakeNCCL(dist.ProcessGroup):
-    """As NCCL with dead ranks, otherwise as gloo."""
+    """Behaves as NCCL with dead ranks, and otherwise as gloo."""
 
     def __init__(self, gloo: dist.ProcessGroup) -> None:
         super().__init__(gloo.rank(), gloo.size())
@@ -41,13 +41,13 @@ class FakeNCCL(dist.ProcessGroup):
         return Launched(future)
 
     def _on_card(self, call: Any, tensors: Any, *inputs: Any) -> "Launched":
-        """A kernel of a simulated card: that, and not the host, reads and writes its tensors."""
+        """Run a kernel of a simulated card: the card, and not the host, reads and writes its tensors."""
         with _disable_current_modes():
             hosts = tree_map(lambda tensor: tensor.cpu(), (tensors, *inputs))
             try:
                 call(*hosts).wait()
             except RuntimeError:
-                threading.Event().wait()  # the kernel hangs, and with it who waits for the card
+                threading.Event().wait()  # the kernel hangs, and so does the thread that waits for the card
             for tensor, host in zip(tree_leaves(tensors), tree_leaves(hosts[0]), strict=True):
                 tensor.copy_(host)
         done: Future[Any] = Future()
@@ -82,7 +82,7 @@ class FakeNCCL(dist.ProcessGroup):
 
 
 class Launched(dist.Work):
-    """A collective on its way; the host blocks for it, as it would in the device's queue."""
+    """A collective on its way; the host waits for it, as the device's queue would."""
 
     def __init__(self, future: Future[Any]) -> None:
         super().__init__()
@@ -97,7 +97,7 @@ class Launched(dist.Work):
 
 
 def install() -> None:
-    """In this process, ranks have cards that this library connects."""
+    """Let ranks of this process have cards that this library connects."""
     made, place_of = distributed_c10d._new_process_group_helper, job.place_of
 
     def helper(size: int, rank: int, ranks: Any, backend: Any, store: Any, *args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Faults that strike ranks in the midst of a fit, and what the others have seen of them."""
+"""Faults of ranks during a fit, and the records of the other ranks."""
 
 import json
 import os
@@ -20,14 +20,14 @@ from torch.utils.data import DataLoader
 import lightning_hetero as lh
 
 GRACE = 2.0
-#: Of all fits here: 8 steps in each of two epochs.
+#: Steps of all fits here: 8 in each of two epochs.
 STEPS = 16
 DIED = (
     "has ended without an error message: killed, out of memory, its program is over, or gloo has aborted it at a "
     "collective of your own with unequal sizes or types on the ranks"
 )
 SILENT = "has not been heard of for"
-FAILED = "failed with ValueError: struck"
+FAILED = "failed with ValueError: a fault"
 
 _center = {"tau": 2, "moving_rate": "auto"}
 STRATEGIES: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -48,13 +48,13 @@ STRATEGIES: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
-class Strike(NamedTuple):
+class Fault(NamedTuple):
     """A fault.
 
     Attributes:
-        rank: whom it strikes.
+        rank: the one with the fault.
         step: when, in its optimizer steps.
-        how: ``killed``, ``frozen`` (``thawed`` for as long as the others have not noticed; ``paused`` for a second),
+        how: ``killed``, ``frozen`` (``thawed`` once the others have noticed; ``paused`` for a second),
             ``raises``, ``nan``, ``terminated``.
     """
 
@@ -63,64 +63,64 @@ class Strike(NamedTuple):
     how: str
 
 
-class Seen(NamedTuple):
-    """What a rank has seen whose fit has ended well.
+class Record(NamedTuple):
+    """Record of a fit that has ended well, on one rank.
 
     Attributes:
         weights: at the end.
         steps: optimizer steps at the end.
         losses: of ranks.
-        told: what it said about them, and when.
+        messages: about lost ranks, with their times.
         number: its rank and the world at the end.
     """
 
     weights: torch.Tensor
     steps: int
     losses: list[Any]
-    told: list[tuple[float, str]]
+    messages: list[tuple[float, str]]
     number: tuple[int, int]
 
 
-class Struck(EvaluatedNet):
-    """A model on which faults strike."""
+class FaultyNet(EvaluatedNet):
+    """A model with faults."""
 
-    def __init__(self, folder: str, strikes: list[Strike]) -> None:
+    def __init__(self, folder: str, faults: list[Fault]) -> None:
         super().__init__()
-        self.folder, self.strikes, self.mine = folder, strikes, -1
+        self.folder, self.faults, self.mine = folder, faults, -1
         self.thaws: int | None = None
 
     def on_fit_start(self) -> None:
         self.mine = self.global_rank  # it may get another number later
-        note(self.folder, f"rank-{self.mine}")
+        write_mark(self.folder, f"rank-{self.mine}")
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        for strike in self.strikes:
-            if strike[:2] == (self.mine, self.trainer.global_step) and not noted(self.folder, f"struck-{self.mine}"):
-                note(self.folder, f"struck-{self.mine}")
-                if strike.how == "nan":
+        for fault in self.faults:
+            if fault[:2] == (self.mine, self.trainer.global_step) and not read_mark(self.folder, f"fault-{self.mine}"):
+                write_mark(self.folder, f"fault-{self.mine}")
+                if fault.how == "nan":
                     return super().training_step(batch, batch_idx) * float("nan")
-                self.strike(strike.how)
-            if strike.how == "thawed" and strike.rank != self.mine and self.trainer.strategy.recovery.losses:
-                wake(self.folder, strike.rank, signal.SIGCONT)
+                self.fail(fault.how)
+            if fault.how == "thawed" and fault.rank != self.mine and self.trainer.strategy.recovery.losses:
+                wake(self.folder, fault.rank, signal.SIGCONT)
         return super().training_step(batch, batch_idx)
 
-    def strike(self, how: str) -> None:
+    def fail(self, how: str) -> None:
         if how == "raises":
-            raise ValueError("struck")
+            raise ValueError("a fault")
         if how == "paused":
             subprocess.Popen(["sh", "-c", f"sleep 1; kill -CONT {os.getpid()}"])
         signals = {"killed": signal.SIGKILL, "terminated": signal.SIGTERM}
         os.kill(os.getpid(), signals.get(how, signal.SIGSTOP))
 
 
-def note(folder: str, name: str) -> None:
-    """Write down that this process is there now."""
+def write_mark(folder: str, name: str) -> None:
+    """Write down the number of this process and the time, under a name."""
     Path(folder, f".{name}").write_text(json.dumps([os.getpid(), time.monotonic()]))
     Path(folder, f".{name}").rename(Path(folder, name))
 
 
-def noted(folder: str, name: str) -> Any:
-    """The number of a process, and the moment, that were written down; ``None`` if not yet."""
+def read_mark(folder: str, name: str) -> Any:
+    """The number and the time that a process has written down under a name; ``None`` if there are none."""
     path = Path(folder, name)
     return json.loads(path.read_text()) if path.exists() else None
 
@@ -128,69 +128,69 @@ def noted(folder: str, name: str) -> Any:
 def wake(folder: str, rank: int, signum: int) -> None:
     """Send a signal to a rank that has frozen, unless it has ended."""
     with suppress(ProcessLookupError):
-        os.kill(noted(folder, f"rank-{rank}")[0], signum)
+        os.kill(read_mark(folder, f"rank-{rank}")[0], signum)
 
 
 def fit(
     folder: str,
     name: str,
-    strikes: list[Strike],
+    faults: list[Fault],
     options: dict[str, Any],
     samples: int = 96,
-    kind: type[Struck] = Struck,
+    kind: type[FaultyNet] = FaultyNet,
     **settings: Any,
-) -> Seen:
-    """What every rank of a job does."""
+) -> Record:
+    """Train on one rank of a job, with the faults of that rank."""
     torch.manual_seed(0)
     strategy_class, own = STRATEGIES[name]
     strategy = strategy_class(**{"on_peer_loss": "continue", "timeout": 60, "grace": GRACE, **own, **options})
-    model = kind(folder, strikes)
-    told: list[tuple[float, str]] = []
+    model = kind(folder, faults)
+    messages: list[tuple[float, str]] = []
     with warnings.catch_warnings():
         warnings.simplefilter("always")
-        warnings.showwarning = lambda text, *_, **__: told.append((time.monotonic(), str(text)))  # type: ignore[assignment]
+        warnings.showwarning = lambda text, *_, **__: messages.append((time.monotonic(), str(text)))  # type: ignore[assignment]
         try:
             trainer = pl.Trainer(strategy=strategy, **{**FAST, "max_epochs": 2, "limit_val_batches": 0, **settings})
             trainer.fit(model, DataLoader(dataset(samples), batch_size=4), DataLoader(dataset(24), batch_size=4))
         finally:
-            note(folder, f"ended-{model.mine}")
-            _release(folder, strikes, model.mine)
-    told = [(when, text) for when, text in told if "Training goes on" in text]
+            write_mark(folder, f"ended-{model.mine}")
+            _release(folder, faults, model.mine)
+    messages = [(when, text) for when, text in messages if "Training goes on" in text]
     number = trainer.global_rank, trainer.world_size
-    return Seen(parameters(model), trainer.global_step, strategy.recovery.losses, told, number)
+    return Record(parameters(model), trainer.global_step, strategy.recovery.losses, messages, number)
 
 
-def _release(folder: str, strikes: list[Strike], me: int) -> None:
+def _release(folder: str, faults: list[Fault], me: int) -> None:
     """Once all others have ended, kill those that are frozen for ever."""
-    struck = [strike.rank for strike in strikes]
-    others = [rank for rank in range(len(list(Path(folder).glob("rank-*")))) if rank not in struck]
-    frozen = [strike.rank for strike in strikes if strike.how == "frozen"]
+    faulty = [fault.rank for fault in faults]
+    others = [rank for rank in range(len(list(Path(folder).glob("rank-*")))) if rank not in faulty]
+    frozen = [fault.rank for fault in faults if fault.how == "frozen"]
     until = time.monotonic() + 20
-    while frozen and not all(noted(folder, f"ended-{rank}") for rank in others) and time.monotonic() < until:
+    while frozen and not all(read_mark(folder, f"ended-{rank}") for rank in others) and time.monotonic() < until:
         time.sleep(0.02)
     for rank in frozen if me not in frozen else ():
         wake(folder, rank, signal.SIGKILL)
 
 
-def strike(
-    folder: Path, name: str, strikes: list[Strike], world: int = 3, run: Callable[..., Any] = fit, **options: Any
+def fit_with_faults(
+    folder: Path, name: str, faults: list[Fault], world: int = 3, run: Callable[..., Any] = fit, **options: Any
 ) -> list[Outcome]:
-    """How a fit ends on all ranks on which faults strike. Nobody hangs, and no process is left.
+    """Outcome of a fit on all ranks, some with faults. Fails if a rank hangs or a process is left.
 
     Args:
         folder: to write to.
         name: of the strategy.
-        strikes: the faults.
+        faults: of the ranks.
         world: ranks; each is a node.
         run: what ranks do.
         options: of the strategy; ``settings``, of the Trainer; ``nodes``, ranks of each node.
     """
     nodes, settings = options.pop("nodes", [1] * world), options.pop("settings", {})
-    outcomes = attempt(run, world, str(folder), name, strikes, options, nodes=nodes, timeout=40, **settings)
+    outcomes = attempt(run, world, str(folder), name, faults, options, nodes=nodes, timeout=40, **settings)
     assert not any(outcome.late for outcome in outcomes), _traces(outcomes)
     for path in folder.glob("rank-*"):
         until = time.monotonic() + 10
-        while (left := _group_lives(noted(str(folder), path.name)[0])) and time.monotonic() < until:
+        while (left := _group_lives(read_mark(str(folder), path.name)[0])) and time.monotonic() < until:
             time.sleep(0.05)
         assert not left, f"{path.name} has left processes"
     return outcomes
@@ -208,19 +208,19 @@ def _traces(outcomes: list[Outcome]) -> str:
     return "\n".join(f"--- rank {i} (exit {o.exitcode})\n{o.trace[-6000:]}" for i, o in enumerate(outcomes))
 
 
-def went_on(outcomes: list[Outcome], lost: dict[int, str], steps: int = STEPS) -> list[Seen]:
-    """What the survivors have seen. They have gone on to the end, with equal weights, and have named who was lost."""
+def went_on(outcomes: list[Outcome], lost: dict[int, str], steps: int = STEPS) -> list[Record]:
+    """Records of the survivors. Fails if they did not go on to the end, with equal weights, and name who was lost."""
     rest = [outcome.value for rank, outcome in enumerate(outcomes) if rank not in lost]
     assert all(rest), _traces(outcomes)
-    for number, seen in enumerate(rest):
-        assert seen.number == (number, len(rest))
-        assert seen.steps == steps
-        assert torch.equal(seen.weights, rest[0].weights)
-        assert seen.weights.isfinite().all()
-        named = {rank: how for loss in seen.losses for rank, how in loss.lost.items()}
+    for number, record in enumerate(rest):
+        assert record.number == (number, len(rest))
+        assert record.steps == steps
+        assert torch.equal(record.weights, rest[0].weights)
+        assert record.weights.isfinite().all()
+        named = {rank: how for loss in record.losses for rank, how in loss.lost.items()}
         assert named.keys() == lost.keys()
-        said = " ".join(text for _, text in seen.told)
+        texts = " ".join(text for _, text in record.messages)
         for rank, why in lost.items():
             assert named[rank].startswith(why), named[rank]
-            assert f"rank {rank} {why}" in said
+            assert f"rank {rank} {why}" in texts
     return rest

@@ -21,7 +21,7 @@ JOINS_AT = 5  # steps after which those that run wait for them
 
 
 class WaitsForOthers(pl.Callback):
-    """Ranks go slowly until others have joined, and wait for them at some step. Before that nobody may join."""
+    """Slows ranks down until others have joined; rank 0 waits for these at a step. Before that nobody may join."""
 
     def __init__(self, how_many: int, timeout: float = 120.0) -> None:
         self.how_many, self.timeout, self.world = how_many, timeout, 0
@@ -38,7 +38,7 @@ class WaitsForOthers(pl.Callback):
             vars(newcomers).pop("_most", None)
         if trainer.world_size > self.world:
             return
-        time.sleep(0.1)  # what follows in half a second is then some steps later
+        time.sleep(0.1)  # half a second is then a few steps
         if trainer.global_step != JOINS_AT or not trainer.is_global_zero:
             return
         until = time.monotonic() + self.timeout
@@ -49,8 +49,8 @@ class WaitsForOthers(pl.Callback):
             time.sleep(0.02)  # until all have been asked to agree on a batch
 
 
-class Seen(NamedTuple):
-    """What a rank has seen of a fit."""
+class Record(NamedTuple):
+    """Record of a fit, on one rank."""
 
     weights: torch.Tensor
     taken: dict[int, list[int]]  # samples, by step
@@ -58,11 +58,11 @@ class Seen(NamedTuple):
     begun: list[torch.Tensor]  # the weights there
     before: torch.Tensor | None  # this replica's own weights after the last step before that
     momenta: list[torch.Tensor | None]  # of its optimizer, there and before
-    said: list[str]
+    messages: list[str]
 
 
 class Watches(pl.Callback):
-    """Notes where training begins, and begins again."""
+    """Keeps the steps at which training begins, and begins again, with the weights there."""
 
     def __init__(self) -> None:
         self.starts: list[tuple[int, int, int]] = []
@@ -102,8 +102,8 @@ def fit(
     late_options: dict[str, Any] | None = None,
     epochs: int = 3,
     steps: int = -1,
-) -> Seen:
-    """A fit on a rank; one that is started late waits until the job is there, and then begins as any other."""
+) -> Record:
+    """Train on this rank; a process that is started late waits until the job is there, and then begins as any other."""
     if os.environ.get(LATE):
         options = {**options, **(late_options or {})}
         until = time.monotonic() + 120
@@ -117,17 +117,17 @@ def fit(
         callbacks=[watches, *waits, *(make() for make in callbacks)],
         **{**FAST, "max_epochs": epochs, "max_steps": steps, "enable_checkpointing": bool(callbacks)},
     )
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trainer.fit(made, DataLoader(Numbered(), batch_size=BATCH, shuffle=True))
-    said = [str(one.message) for one in told]
-    return Seen(
-        flat(made), getattr(made, "taken", {}), watches.starts, watches.begun, watches.before, watches.momenta, said
+    messages = [str(one.message) for one in caught]
+    return Record(
+        flat(made), getattr(made, "taken", {}), watches.starts, watches.begun, watches.before, watches.momenta, messages
     )
 
 
 def grow(first: int, late: int, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Outcome]:
-    """How a function ends on ranks that are started together, and on processes that are started later, one by one."""
+    """Outcome of a function on ranks that start together, and on processes that start later, one by one."""
     ports = [str(free_port()) for _ in range(late)]
 
     def env_of(rank: int) -> dict[str, str]:
@@ -139,8 +139,8 @@ def grow(first: int, late: int, function: Callable[..., Any], *args: Any, **kwar
     return attempt(function, first + late, *args, env_of=env_of, **kwargs)
 
 
-def values(outcomes: Sequence[Outcome]) -> list[Seen]:
-    """What all ranks have seen; fails if one has failed."""
+def values(outcomes: Sequence[Outcome]) -> list[Record]:
+    """Records of all ranks; fails if one has failed."""
     bad = [f"rank {rank} ({one.exitcode}):\n{one.trace[-3000:]}" for rank, one in enumerate(outcomes) if not one.value]
     assert not bad, "\n".join(bad)
     return [outcome.value for outcome in outcomes]

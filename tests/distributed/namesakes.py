@@ -27,7 +27,7 @@ def taken_over(**options: Any) -> Iterator[None]:
 
 
 def both(job: Callable[..., Any], *args: Any, balance: Any = (3.0, 1.0), **kwargs: Any) -> tuple[list[Any], list[Any]]:
-    """What two ranks get of a job with Lightning's `ddp`, and with ours in its place and uneven shares."""
+    """Results of a job on two ranks: with Lightning's `ddp`, and with ours in its place and uneven shares."""
     return run(_theirs, 2, job, *args, **kwargs), run(_ours, 2, balance, job, *args, **kwargs)
 
 

@@ -1,4 +1,4 @@
-"""A host of its own for a process: a network namespace at the other end of a link, which can go down."""
+"""A host of its own for a process: a network namespace at the other end of a link, which can be cut."""
 
 import ctypes
 import os
@@ -33,7 +33,7 @@ class Link:
 
 @contextmanager
 def linked() -> Iterator[Link]:
-    """A namespace for as long as the block."""
+    """Make a namespace, for the duration of the block."""
     number = os.getpid() % 250
     link = Link(f"lhtest{os.getpid()}"[:15], f"10.88.{number}.1", f"10.88.{number}.2")
     _ip(f"netns add {link.name}")
@@ -46,7 +46,7 @@ def linked() -> Iterator[Link]:
         _ip(f"-n {link.name} link set lo up")
         yield link
     finally:
-        with suppress(subprocess.CalledProcessError):  # at once: with the namespace it would go a while later
+        with suppress(subprocess.CalledProcessError):  # at once: with the namespace it would end a while later
             _ip(f"link del {link.name}")
         _ip(f"netns del {link.name}")
 

@@ -1,4 +1,4 @@
-"""What training must come to: loops in NumPy that share nothing with the package, and Lightning in one process."""
+"""References for training: loops in NumPy that share nothing with the package, and Lightning in one process."""
 
 from collections.abc import Callable
 from itertools import pairwise
@@ -11,7 +11,7 @@ from tasks import FAST, dataset
 from torch.utils.data import DataLoader, DistributedSampler, Sampler, TensorDataset
 
 NODES, SPEEDS, BATCH = [2, 2], [5.0, 2.0, 3.0, 2.0], 12  # ranks per node; shares of the ranks; samples of them all
-SAMPLES, EPOCHS, LR, MOMENTUM = 235, 7, 0.01, 0.9  # 20 batches an epoch, the last of 7 samples; 140 steps
+SAMPLES, EPOCHS, LR, MOMENTUM = 235, 7, 0.01, 0.9  # 20 batches an epoch, of which the last has 7 samples; 140 steps
 START = np.linspace(-1.0, 1.0, 8)
 
 
@@ -55,7 +55,7 @@ def oracle(
     drop_last: bool = False,
     **trainer: Any,
 ) -> pl.LightningModule:
-    """One Lightning process on the whole batch, in the order that the ranks share."""
+    """Train in one Lightning process on the whole batch, in the order that the ranks share."""
     data, module = dataset(samples, dtype), make()
     order = DistributedSampler(data, num_replicas=1, rank=0, shuffle=True)
     loader = DataLoader(data, batch_size=batch_size, sampler=order, drop_last=drop_last)
@@ -67,7 +67,7 @@ def oracle(
 
 
 class Course(NamedTuple):
-    """What happens by the end of each step: every node's weights, B and W; and the steps at which exchanges began."""
+    """Record of a run in NumPy: every node's weights, B and W after each step; the steps at which exchanges began."""
 
     weights: np.ndarray
     rates: list[tuple[int, int]]
@@ -75,7 +75,7 @@ class Course(NamedTuple):
 
 
 def split(size: int, speeds: list[float]) -> list[int]:
-    """Samples for each rank: one at a time, to the rank that would be done first."""
+    """Samples of each rank: one at a time goes to the rank that would finish it first."""
     parts = [0] * len(speeds)
     for _ in range(size):
         first = min(range(len(speeds)), key=lambda i: ((parts[i] + 1) / speeds[i], i))
@@ -84,7 +84,7 @@ def split(size: int, speeds: list[float]) -> list[int]:
 
 
 def in_turn(size: int, speeds: list[float], turn: int) -> list[int]:
-    """Samples for each rank, where each gets in turn what is left over; by speeds without a fixed part."""
+    """Samples of each rank by speeds without a fixed part; the remainder goes to the ranks in turn."""
     exact = size * np.array(speeds) / sum(speeds)
     whole, offset = np.floor(exact + 1e-9), (turn + 1) * (5**0.5 - 1) / 2 % 1
     points = np.floor(np.cumsum(exact - whole) + offset + 1e-9)
@@ -183,7 +183,7 @@ def in_numpy(
 
 
 def matrix(rule: Callable[[int, int, int], Any], n: int, round_number: int, seed: int) -> np.ndarray:
-    """The mixing matrix of a round: everyone keeps as large a part as it sends to each.
+    """The mixing matrix of a round: each peer keeps as large a part as it sends to each other one.
 
     Column ``j`` says where the values of ``j`` go; its sum is 1.
     """

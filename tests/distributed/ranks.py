@@ -31,7 +31,7 @@ import torch
 
 _context = multiprocessing.get_context("forkserver")
 _preloaded = ["lightning_hetero.callbacks", "lightning_hetero.strategies", "torchmetrics", "sklearn.datasets", "pytest"]
-# A fit begins threads where there is CUDA, which forked processes would lack.
+# With CUDA a fit begins threads, which forked processes would lack.
 _context.set_forkserver_preload(_preloaded if torch.cuda.device_count() else [*_preloaded, "warm"])
 
 #: Seconds in which a job ends unless it hangs. Most take a few; one of many fits takes minutes on a very busy machine.
@@ -41,7 +41,7 @@ _START = 300.0  # seconds in which all processes of a job have started; the firs
 
 @dataclass
 class Outcome:
-    """How one rank ended: with a value, with an error, or (both None) not at all.
+    """Outcome of one rank: a value, an error, or (both None) neither.
 
     ``late`` is true where it was still running at the job's limit, and was killed.
     """
@@ -85,7 +85,7 @@ def attempt(
     env_of: Callable[[int], dict[str, str]] | None = None,
     **kwargs: Any,
 ) -> list[Outcome]:
-    """How ``function`` ends on every rank. A rank that is late is killed and has no value.
+    """Outcome of ``function`` on every rank. A rank that is late is killed and has no value.
 
     All ranks begin at the same moment, when the last process has started: no limit, the tests' or the strategies',
     includes the time that processes take to start.
@@ -147,7 +147,7 @@ def attempt(
 
 
 def _stacks_of(pid: int, path: Path) -> str:
-    """Where the threads of a rank are that does not end; nothing if it is frozen."""
+    """Stacks of the threads of a rank that does not end; empty if it is frozen."""
     with contextlib.suppress(OSError):
         os.kill(pid, signal.SIGUSR2)
         time.sleep(0.5)
@@ -197,7 +197,7 @@ def free_port() -> int:
 
 
 def quiet() -> None:
-    """Warnings are errors in ranks too, but for those that no user of this package can act on."""
+    """Let warnings be errors in ranks, too, except those that no user of this package can act on."""
     warnings.resetwarnings()
     warnings.simplefilter("error")
     for message in (
@@ -214,8 +214,8 @@ def quiet() -> None:
 
 def _rank(end: Connection, variables: dict[str, str], function: Callable[..., Any], args: Any, kwargs: Any) -> None:
     os.setpgid(0, 0)
-    gc.freeze()  # what all ranks share, need not be looked through, nor copied for that
-    for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):  # of the test in which the server was started
+    gc.freeze()  # so that objects that all ranks share are not collected, nor copied for that
+    for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):  # from the test in which the server was started
         os.environ.pop(name, None)
     os.environ.update(variables)
     torch.set_num_threads(1)
@@ -239,6 +239,6 @@ def _rank(end: Connection, variables: dict[str, str], function: Callable[..., An
     end.send_bytes(buffer.getvalue())
     end.close()
     if torch.distributed.is_initialized():
-        # A rank that leaves first would break the others' last collectives off.
+        # Without this, the first rank that leaves would break the others' last collectives.
         with contextlib.suppress(Exception):
             torch.distributed.destroy_process_group()

@@ -24,7 +24,7 @@ HEAVY = partial(torch.optim.SGD, lr=0.01, momentum=0.9)
 
 
 class Costly(Dataset):
-    """96 samples that cost something."""
+    """96 samples with costs."""
 
     def __init__(self, **costs: Any) -> None:
         self.data = dataset(96)
@@ -263,7 +263,7 @@ def on_rank_1(kind: type[Stream]) -> Stream:
 
 
 def parts(kind: str, sizes: list[int]) -> DataLoader:
-    """So many samples of each rank, as a "stream" or "sized"."""
+    """Data with so many samples on each rank, as a "stream" or "sized"."""
     samples = range(50 * rank(), 50 * rank() + sizes[rank()])
     return DataLoader(Stream(samples) if kind == "stream" else Subset(dataset(), samples), batch_size=4)
 

@@ -1,4 +1,4 @@
-"""What lies on the disk after a save; read without the package."""
+"""Files on the disk after a save; read without the package."""
 
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ def shards_of(path: Path | str) -> list[Path]:
 
 
 def replicas_of(path: Path | str) -> list[dict[str, Any]]:
-    """The replicas' own states."""
+    """The own state of each replica."""
     return [torch.load(shard, weights_only=True)["state"] for shard in shards_of(path)]
 
 
@@ -23,7 +23,7 @@ def consensus(path: Path | str) -> torch.Tensor:
 
 
 def states_of(path: Path | str) -> Any:
-    """All that training goes on from but random numbers: weights, optimizers, schedulers, and the replicas' own."""
+    """All states but random numbers: weights, optimizers, schedulers, and those of replicas."""
     checkpoint = torch.load(path, weights_only=True)
     shared = [checkpoint[name] for name in ("global_step", "state_dict", "optimizer_states", "lr_schedulers")]
     return shared, replicas_of(path) if "replicas" in checkpoint["lightning_hetero"] else []

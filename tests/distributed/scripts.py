@@ -1,4 +1,4 @@
-"""Runs Python scripts in processes that have imported Lightning already: a whole interpreter needs seconds for that."""
+"""Runs Python scripts in processes that have imported Lightning already: a new interpreter needs seconds for that."""
 
 import contextlib
 import os
@@ -18,7 +18,7 @@ _LAUNCHER = (
 
 
 def run_script(script: Path, *arguments: str, folder: Path, ranks: int | None = None) -> list[tuple[int, str]]:
-    """The exit status of a script and what it printed, of each process. None may leave other processes behind.
+    """Exit status and output of a script, of each process. Fails if one leaves other processes behind.
 
     Args:
         script: its path.
@@ -75,7 +75,7 @@ def _script(script: Path, arguments: tuple[str, ...], folder: Path, launched: bo
 
 
 def _usual_warnings() -> None:
-    """As Python starts."""
+    """Set Python's own filters of warnings."""
     warnings.resetwarnings()
     for kind in (DeprecationWarning, PendingDeprecationWarning, ImportWarning, ResourceWarning):
         warnings.simplefilter("ignore", kind)

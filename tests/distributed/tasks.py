@@ -79,7 +79,7 @@ class EvaluatedNet(Net):
 
 
 class Dropping(Net):
-    """Draws random numbers in every step, other ones on each rank."""
+    """Draws random numbers in every step, which differ between ranks."""
 
     def loss(self, batch: Any) -> torch.Tensor:
         x, y, *_ = batch
@@ -87,7 +87,7 @@ class Dropping(Net):
 
 
 class TokenNet(Net):
-    """A loss that is a mean over tokens, of which samples have different numbers."""
+    """Has a loss that is a mean over tokens; samples have different numbers of these."""
 
     def loss(self, batch: Any) -> torch.Tensor:
         x, y, length, _ = batch
@@ -98,7 +98,7 @@ class TokenNet(Net):
 
 
 class GanLike(Net):
-    """Two optimizers by hand, two backward passes a step."""
+    """Has two optimizers that are stepped by hand, and two backward passes a step."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -155,7 +155,7 @@ class Memory(Logger):
 
 
 class Save(pl.Callback):
-    """Saves a checkpoint after a step, and there stops if told to, as a preempted job does."""
+    """Saves a checkpoint after a step, and stops there if told to, as a preempted job does."""
 
     def __init__(self, path: str, step: int, stop: bool) -> None:
         self.path, self.step, self.stop = path, step, stop
@@ -195,7 +195,7 @@ class Killed(pl.Callback):
 
 
 def parameters(module: nn.Module) -> torch.Tensor:
-    """All parameters, flat, float64; of shards the whole (collective over the replica)."""
+    """All parameters, flat, in float64; of shards the whole parameters (collective over the replica)."""
     values = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in module.parameters()]
     return torch.cat([value.detach().double().reshape(-1) for value in values])
 
@@ -207,7 +207,7 @@ def rank() -> int:
 def train(
     module: pl.LightningModule, strategy: Any, data: Any, validated: Any = None, path: Any = None, **options: Any
 ) -> pl.Trainer:
-    """The Trainer of a fit, perhaps from a checkpoint; of one epoch unless the options say otherwise."""
+    """Train, perhaps from a checkpoint, and for one epoch by default; returns the Trainer."""
     trainer = pl.Trainer(strategy=strategy, **{**FAST, "max_epochs": 1, **options})
     trainer.fit(module, data, validated, ckpt_path=path)
     return trainer
@@ -216,7 +216,7 @@ def train(
 def one_process(
     samples: int, batches: list[list[int]], epochs: int = 2, make: Any = Net, **options: Any
 ) -> torch.Tensor:
-    """The parameters that one process of Lightning's comes to on these batches of a dataset."""
+    """The parameters after one process of Lightning has trained on these batches of a dataset."""
     module = make()
     train(module, "auto", DataLoader(dataset(samples), batch_sampler=batches), devices=1, max_epochs=epochs, **options)
     return parameters(module)
@@ -233,7 +233,7 @@ def fit(
     strategy_class: Any = HeteroDDPStrategy,
     **trainer: Any,
 ) -> dict[str, Any]:
-    """What every rank of a hetero_ddp job does; ``batch_size`` is the global one."""
+    """Train on one rank of a hetero_ddp job; ``batch_size`` is the global one."""
     module = make()
     chosen = strategy_class(**{"global_batch_size": batch_size, **(strategy or {})})
     callbacks = [ChangePlan(changes)] if changes else []
@@ -249,7 +249,7 @@ def fit(
 
 
 def fits(calls: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Several fits in one job of ranks, one after the other: what each brings, by its name."""
+    """Results of several fits in one job of ranks, one after the other, by their names."""
     results = {}
     for name, call in calls.items():
         try:

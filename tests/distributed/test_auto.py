@@ -1,4 +1,4 @@
-"""`hetero_auto`: what it measures is what it goes by, and it goes on as the strategy it names would, by hand."""
+"""`hetero_auto`: its choice follows its measurements, and it goes on as the chosen strategy would, by hand."""
 
 import logging
 from pathlib import Path
@@ -22,23 +22,23 @@ FAST_LINK, SLOW_LINK = (1e-6, 1e12), (0.5, 1e3)  # seconds, bytes per second
 
 
 def _measured_as(way: tuple[float, float], candidates: tuple[str, ...] = strategy_choice.CANDIDATES) -> None:
-    """Let this rank measure such links, and long steps if they are slow, and choose among these strategies."""
+    """Let this rank measure such links (if they are slow, with long steps), and choose among these strategies."""
     cluster.measure_links = lambda chosen: [cluster.MeasuredLink(pair, *way) for pair in chosen]  # type: ignore[assignment]
     strategy_choice.CANDIDATES = candidates
     slow = way == SLOW_LINK
     auto.choose = lambda cluster, step, wish: strategy_choice.choose(cluster, 10.0 if slow else step, wish)
 
 
-def _said() -> list[str]:
-    """What is told to users from now on."""
-    said: list[str] = []
+def _messages() -> list[str]:
+    """List to which each message to users is added from now on."""
+    messages: list[str] = []
 
     class Handler(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            said.append(record.getMessage())
+            messages.append(record.getMessage())
 
     logging.getLogger("lightning.pytorch").addHandler(Handler())
-    return said
+    return messages
 
 
 def _strategy(**options: Any) -> AutoStrategy:
@@ -60,18 +60,18 @@ def _data(workers: int = 0) -> DataLoader:
 def _averages(workers: int, clear: float) -> Any:
     _measured_as(SLOW_LINK, ("hetero_node",))
     auto._CLEAR = clear
-    said, strategy, module = _said(), _strategy(), Net()
+    messages, strategy, module = _messages(), _strategy(), Net()
     _trainer(strategy).fit(module, _data(workers))
     assert type(strategy.chosen).__name__ == "NodeAverageStrategy"
-    return parameters(module), strategy.engine.windows, said, module.seen
+    return parameters(module), strategy.engine.windows, messages, module.seen
 
 
 def _by_hand(seen: list[list[list[int]]], chosen: int) -> torch.Tensor:
-    """Some steps of one process on whole batches, then two replicas that average every fourth step.
+    """Train one process on whole batches for some steps, then two replicas that average every fourth step.
 
     Args:
         seen: the samples of each rank, step by step.
-        chosen: the number of the first steps.
+        chosen: the number of steps before the choice.
     """
     data = dataset(SAMPLES)
     replicas = [Net() for _ in range(2)]
@@ -102,10 +102,10 @@ def test_it_goes_on_as_the_strategy_that_it_names(workers: int, clear: float, ch
     for weights, windows, *_ in found:
         assert windows == 24
         torch.testing.assert_close(weights, by_hand, rtol=0, atol=1e-10)
-    said = [line for line in found[0][2] if "hetero_auto" in line]
-    assert len(said) == 1
-    assert "goes on as NodeAverageStrategy(every_n_steps=4)" in said[0]
-    assert "times the samples/s" in said[0]
+    messages = [line for line in found[0][2] if "hetero_auto" in line]
+    assert len(messages) == 1
+    assert "goes on as NodeAverageStrategy(every_n_steps=4)" in messages[0]
+    assert "times the samples/s" in messages[0]
 
 
 def _sent(wire: str) -> Any:
@@ -145,14 +145,14 @@ def test_pairs_and_visits_to_a_center_take_its_wire_too(name: str) -> None:
 
 def _stays(way: tuple[float, float], options: dict[str, Any], callbacks: tuple[Any, ...]) -> Any:
     _measured_as(way)
-    said, strategy, module = _said(), _strategy(**options), Net()
+    messages, strategy, module = _messages(), _strategy(**options), Net()
     _trainer(strategy, callbacks=list(callbacks)).fit(module, _data())
     assert strategy.chosen is None
     reference = Net()
     plain = HeteroDDPStrategy(balance="off", rebalance_every_n_steps=3)
     again = [type(callback)(swa_lrs=0.01) for callback in callbacks]
     _trainer(plain, callbacks=again).fit(reference, _data())
-    return parameters(module), parameters(reference), [line for line in said if "hetero_auto" in line]
+    return parameters(module), parameters(reference), [line for line in messages if "hetero_auto" in line]
 
 
 @pytest.mark.parametrize(
@@ -169,10 +169,10 @@ def _stays(way: tuple[float, float], options: dict[str, Any], callbacks: tuple[A
 def test_it_stays_where_nothing_else_gains_or_can_be(
     way: tuple[float, float], options: dict[str, Any], callbacks: tuple[Any, ...], words: str
 ) -> None:
-    for rank, (weights, reference, said) in enumerate(run(_stays, 2, way, options, callbacks, nodes=[1, 1])):
+    for rank, (weights, reference, messages) in enumerate(run(_stays, 2, way, options, callbacks, nodes=[1, 1])):
         assert torch.equal(weights, reference)
         if rank == 0:
-            assert [words in line and "stays with hetero_ddp" in line for line in said] == [True] * bool(words)
+            assert [words in line and "stays with hetero_ddp" in line for line in messages] == [True] * bool(words)
 
 
 # -- every strategy that it may name -------------------------------------------------------------------------
@@ -214,29 +214,34 @@ def _resumed(path: str) -> Any:
     _measured_as(SLOW_LINK, ("hetero_node",))
     whole = Net()
     _trainer(_strategy(), callbacks=[Save(path, 15, False)]).fit(whole, _data())
-    said, strategy, module = _said(), _strategy(), Net()
+    messages, strategy, module = _messages(), _strategy(), Net()
     _measured_as(FAST_LINK)  # the choice is the checkpoint's
     _trainer(strategy).fit(module, _data(), ckpt_path=path)
     plain = Net()
     _trainer(HeteroDDPStrategy(balance="off"), max_epochs=2).fit(plain, _data())
-    return parameters(whole), parameters(module), parameters(plain), [line for line in said if "hetero_auto" in line]
+    return (
+        parameters(whole),
+        parameters(module),
+        parameters(plain),
+        [line for line in messages if "hetero_auto" in line],
+    )
 
 
 def test_the_choice_is_in_the_checkpoint(tmp_path: Path) -> None:
-    whole, resumed, plain, said = run(_resumed, 2, str(tmp_path / "15.ckpt"), nodes=[1, 1])[0]
+    whole, resumed, plain, messages = run(_resumed, 2, str(tmp_path / "15.ckpt"), nodes=[1, 1])[0]
     assert torch.equal(whole, resumed)
     assert not torch.equal(whole, plain)
-    assert said == ["hetero_auto goes on as hetero_node, as chosen before the checkpoint was saved."]
+    assert messages == ["hetero_auto goes on as hetero_node, as chosen before the checkpoint was saved."]
 
 
 def _stayed(path: str) -> Any:
     _measured_as(FAST_LINK)
     whole = Net()
     _trainer(_strategy(deterministic=True), callbacks=[Save(path, 15, False)]).fit(whole, _data())
-    said, strategy, module = _said(), _strategy(deterministic=True), Net()
+    messages, strategy, module = _messages(), _strategy(deterministic=True), Net()
     _measured_as(SLOW_LINK)  # it has chosen before
     _trainer(strategy).fit(module, _data(), ckpt_path=path)
-    return strategy.chosen is None, [line for line in said if "hetero_auto" in line]
+    return strategy.chosen is None, [line for line in messages if "hetero_auto" in line]
 
 
 def test_that_it_stays_is_in_the_checkpoint_too(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ CHANGED = (0.002, 0.008, 0.004, 0.002)
 
 
 class Emulated(Net):
-    """Takes steps in a schedule, each as long as its rank's device would need."""
+    """Takes the time that its rank's device would need, by a schedule over steps."""
 
     def __init__(self, per_sample: dict[int, tuple[float, ...]]) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ def _steps(*args: Any, steps: int, **more: Any) -> list[list[int]]:
 
 
 def slowdown(shares: list[int], per_sample: tuple[float, ...]) -> float:
-    """How much longer the shares take than the best ones, by the emulated costs."""
+    """Time of a step with the shares, relative to that with the best ones, by the emulated costs."""
     costs = [Cost(FIXED, k) for k in per_sample]
     return makespan(shares, costs) / makespan(split(64, costs), costs)
 

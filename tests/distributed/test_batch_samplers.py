@@ -16,7 +16,7 @@ SAMPLES = 50
 
 
 class Lists:
-    """No subclass of torch's: lists of 3 and 4 indices by turns, and one of 5 at the end."""
+    """No subclass of torch's: lists of 3 and of 4 indices in turn, and one of 5 at the end."""
 
     def __iter__(self) -> Iterator[list[int]]:
         order = torch.randperm(SAMPLES).tolist()

@@ -30,7 +30,7 @@ class Points:
 
 
 class Opaque:
-    """Holds its tensor where nobody looks for one."""
+    """Holds its tensor in an attribute that nobody looks at."""
 
     def __init__(self, x: Tensor) -> None:
         self.x = x
@@ -70,7 +70,7 @@ def samples() -> list[Tensor]:
 
 
 class Shard(IterableDataset):
-    """Samples of two to four rows, another part of them on each rank."""
+    """Samples of two to four rows, which differ between ranks."""
 
     def __iter__(self) -> Iterator[Tensor]:
         yield from samples()[rank() :: WORLD]
@@ -100,8 +100,8 @@ def _fit(strategy: Any, collate: str, sizes: tuple[int, ...], module: Any = Net)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trainer = train(net, strategy(), loader, devices=WORLD, max_steps=STEPS, max_epochs=-1)
-    told = [str(w.message) for w in caught if "batch_weight" in str(w.message)]
-    return parameters(net), told, trainer.global_step
+    messages = [str(w.message) for w in caught if "batch_weight" in str(w.message)]
+    return parameters(net), messages, trainer.global_step
 
 
 def _fits(*cases: Any) -> list[Any]:
@@ -109,7 +109,7 @@ def _fits(*cases: Any) -> list[Any]:
 
 
 def whole(collate: str, sizes: tuple[int, ...]) -> Tensor:
-    """One process on the samples of all ranks."""
+    """Train in one process on the samples of all ranks."""
     rows, net = samples(), Net()
     optimizer = net.configure_optimizers()
     for step in range(STEPS):
@@ -126,9 +126,9 @@ def test_a_batch_counts_by_its_tensors_wherever_they_are_or_by_the_weight_that_i
     ranks = run(_fits, WORLD, *((HeteroDDPStrategy, collate, (6, 2), module) for collate, module in cases))
     for (collate, _), *results in zip(cases, *ranks, strict=True):
         truth = whole(collate, (6, 2))
-        for own, told, _ in results:
+        for own, messages, _ in results:
             assert error(own, truth) <= 1e-12, collate
-            assert not told
+            assert not messages
 
 
 def test_a_batch_of_unknown_size_counts_as_under_ddp() -> None:
@@ -140,13 +140,13 @@ def test_a_batch_of_unknown_size_counts_as_under_ddp() -> None:
         for own, _, steps in results:
             assert error(own, truth) <= 1e-12, case
             assert steps == STEPS
-        assert [len(told) for _, told, _ in results] == [1, 0]
+        assert [len(messages) for _, messages, _ in results] == [1, 0]
         assert "count the same" in results[0][1][0]
         assert case[0] != "tensors" or "first dimensions [2, 3, 4]" in results[0][1][0]
 
 
 def test_ranks_that_have_come_to_their_end_do_not_count_where_sizes_are_unknown() -> None:
-    """Rank 1 has 40 samples in batches of 4, rank 0 too; with a batch less, the tenth step is rank 0's alone."""
+    """Rank 0 has three batches and rank 1 has one: the later steps are rank 0's alone."""
     lone = run(_ends, WORLD)
     assert error(lone[0][0], lone[1][0]) <= 1e-15
     assert [steps for _, steps in lone] == [3, 3]

@@ -36,7 +36,7 @@ class Deep(Net):
 
 @contextmanager
 def slow_link(seconds_per_byte: float, latency: float = 0.0) -> Iterator[Any]:
-    """The collective as it is, which takes this long in the block."""
+    """Let the collective take this long, in the block."""
     real = dist.all_reduce
 
     def late(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -56,7 +56,7 @@ def _fit(costs: Any = None, deterministic: bool = False, **strategy: Any) -> dic
     laps: list[Any] = []
     steps = 0
 
-    def note(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    def record_size(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         sent.append((steps, bucket.buffer().numel() * bucket.buffer().element_size()))
         return allreduce_hook(state, bucket)
 
@@ -70,7 +70,7 @@ def _fit(costs: Any = None, deterministic: bool = False, **strategy: Any) -> dic
             steps += 1
 
     module, data = Deep(), DataLoader(dataset(60), batch_size=6, shuffle=True)
-    chosen = HeteroDDPStrategy(ddp_comm_hook=note, timeout=60, **strategy)
+    chosen = HeteroDDPStrategy(ddp_comm_hook=record_size, timeout=60, **strategy)
     callbacks = [Steps(), *([EmulatedSpeed(costs)] if costs else [])]
     with slow_link(1e-6) as real:  # of 8 Mbit
         train(module, chosen, data, devices=2, callbacks=callbacks, deterministic=deterministic)

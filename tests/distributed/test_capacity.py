@@ -1,4 +1,4 @@
-"""`max_batch_size="auto"`: a run that has searched goes on, bit for bit, as one that was given what was found."""
+"""`max_batch_size="auto"`: a run with a search goes on, bit for bit, as a run that was given its result."""
 
 import os
 import pickle
@@ -23,12 +23,12 @@ from torchmetrics import MeanMetric
 from lightning_hetero import DASOStrategy, GossipAsyncStrategy, HeteroDDPStrategy, SharedStream
 from lightning_hetero.strategies import capacity
 
-LOTS = "1TB"  # of memory; devices run out of theirs by an error
+LOTS = "1TB"  # of memory; an error stands for devices that run out of theirs
 FITTING, FOUND = [11, 21], [9, 18]  # of 24 samples: 90% of what fits
 
 
 class Busy(pl.LightningModule):
-    """Has state of all kinds, draws random numbers everywhere, meets the other ranks, and has little memory."""
+    """Has state of all kinds and little memory, draws random numbers everywhere, and meets the other ranks."""
 
     calls = 0  # of training_step, those of trials too
 
@@ -68,7 +68,7 @@ class Busy(pl.LightningModule):
 
 
 class Planned(Busy):
-    """Asks for the number of steps while it is set up, which sets up the dataloaders before all else."""
+    """Asks for the number of steps during its setup, which sets up the dataloaders first."""
 
     def configure_optimizers(self) -> Any:
         assert self.trainer.estimated_stepping_batches > 1
@@ -89,7 +89,7 @@ class Augmented(Dataset):
         return x + 0.1 * torch.rand(8, dtype=torch.float64) * float(np.random.rand()), *others
 
 
-class Jumpy(Plain):
+class Repeated(Plain):
     def __iter__(self) -> Iterator[Any]:
         return (self.data[i % len(self.data)] for i in range(101))
 
@@ -113,8 +113,8 @@ FITS: dict[str, dict[str, Any]] = {
         "loader": lambda: DataLoader(Augmented(), 12, sampler=torch.randperm(101).tolist()),
         "trainer": {"accumulate_grad_batches": 2},
     },
-    "stream": {"loader": lambda: DataLoader(SharedStream(Jumpy()), batch_size=12)},
-    "stream, workers": {"loader": lambda: DataLoader(SharedStream(Jumpy()), batch_size=12, num_workers=2)},
+    "stream": {"loader": lambda: DataLoader(SharedStream(Repeated()), batch_size=12)},
+    "stream, workers": {"loader": lambda: DataLoader(SharedStream(Repeated()), batch_size=12, num_workers=2)},
     "two loaders": {"loader": _two_loaders},
     "static graph": {"strategy": {"static_graph": True}},
     "a quick look": {"trainer": {"fast_dev_run": 3}},
@@ -132,7 +132,7 @@ def _fit(
     trainer: dict[str, Any] | None = None,
     path: Any = None,
 ) -> dict[str, Any]:
-    """What a fit leaves, of all that a trial could have touched."""
+    """All results and states of a fit that a trial could have changed."""
     pl.seed_everything(11)
     random.seed(int(os.environ["RANK"]))  # ranks draw different numbers
     chosen = kind(**{"balance": [1.0, 1.2], **(strategy or {}), **limits})
@@ -170,14 +170,14 @@ def _twice(names: list[str]) -> dict[str, Any]:
 def test_a_run_that_has_searched_is_the_run_that_was_told() -> None:
     results = run(_twice, 2, [*FITS])
     for name in FITS:
-        for searched, told in (result[name] for result in results):
+        for searched, given in (result[name] for result in results):
             assert searched.pop("found") == ([8, 18] if name == "two loaders" else FOUND), name  # by threes
-            assert told.pop("found") is None, name
+            assert given.pop("found") is None, name
             assert max(len(part) for part in searched["seen"]) <= max(FOUND)
             # When replicas come to each other differs from run to run.
-            same = ("seen", "tries", "steps") if name == "asynchronous gossip" else [*told]
+            same = ("seen", "tries", "steps") if name == "asynchronous gossip" else [*given]
             for what in same:
-                assert repr(searched[what]) == repr(told[what]), (name, what)
+                assert repr(searched[what]) == repr(given[what]), (name, what)
 
 
 # -- kept, in checkpoints and from fit to fit -----------------------------------------------------------------
@@ -186,25 +186,29 @@ SHORT = {"max_epochs": 1}
 AUTO = {"max_batch_size": "auto", "max_batch_memory": LOTS}
 
 
-def _calls(told: list[str], limits: Any = AUTO, **fit: Any) -> dict[str, Any]:
-    """What a fit leaves, and how many calls of ``training_step`` were trials."""
+def _calls(messages: list[str], limits: Any = AUTO, **fit: Any) -> dict[str, Any]:
+    """Results of a fit, with the number of calls of ``training_step`` that were trials."""
     Busy.calls = 0
-    told.clear()
+    messages.clear()
     result = _fit(limits, **{"loader": lambda: _loader(1), **fit, "trainer": {**SHORT, **fit.get("trainer", {})}})
-    return {**result, "trials": Busy.calls - result["tries"], "told": [text for text in told if "again" in text]}
+    return {
+        **result,
+        "trials": Busy.calls - result["tries"],
+        "messages": [text for text in messages if "again" in text],
+    }
 
 
 def _resume(folder: str) -> dict[str, dict[str, Any]]:
     warnings.simplefilter("ignore")
-    told: list[str] = []
-    capacity.rank_zero_info = told.append  # type: ignore[assignment]
+    messages: list[str] = []
+    capacity.rank_zero_info = messages.append  # type: ignore[assignment]
     path, results = f"{folder}/kept.ckpt", {}
     # Within the first epoch, with batches that workers have prefetched.
     saving = {"callbacks": [Save(path, 3, stop=False)]}
-    results["whole"] = _calls(told, trainer=saving)
-    results["resumed"] = _calls(told, path=path)
-    results["other memory"] = _calls(told, {**AUTO, "max_batch_memory": "2TB"}, path=path)
-    results["told"] = _calls(told, {"max_batch_size": FOUND}, path=path)
+    results["whole"] = _calls(messages, trainer=saving)
+    results["resumed"] = _calls(messages, path=path)
+    results["other memory"] = _calls(messages, {**AUTO, "max_batch_memory": "2TB"}, path=path)
+    results["given"] = _calls(messages, {"max_batch_size": FOUND}, path=path)
     return results
 
 
@@ -215,25 +219,25 @@ def test_a_resumed_run_goes_on_with_what_was_found(tmp_path: Path) -> None:
         assert whole["trials"] > 4
         assert whole["found"] == resumed["found"] == FOUND
         assert resumed["trials"] == 0
-        assert not resumed["told"]
+        assert not resumed["messages"]
         assert resumed["seen"] == whole["seen"][3:]
         other = result["other memory"]
         assert other["trials"] > 4  # now with the optimizer's state of the checkpoint
-        assert len(other["told"]) == 1
-        for what, value in result["told"].items():
-            if what not in ("found", "trials", "told"):
+        assert len(other["messages"]) == 1
+        for what, value in result["given"].items():
+            if what not in ("found", "trials", "messages"):
                 assert repr(resumed[what]) == repr(other[what]) == repr(value), what
     (alone,) = run(_resume_alone, 1, str(tmp_path))
     assert alone["trials"] > 0
-    assert len(alone["told"]) == 1
+    assert len(alone["messages"]) == 1
     assert alone["found"] == [9]
 
 
 def _resume_alone(folder: str) -> dict[str, Any]:
     warnings.simplefilter("ignore")
-    told: list[str] = []
-    capacity.rank_zero_info = told.append  # type: ignore[assignment]
-    return _calls(told, path=f"{folder}/kept.ckpt", loader=_small, strategy={"balance": "auto"})
+    messages: list[str] = []
+    capacity.rank_zero_info = messages.append  # type: ignore[assignment]
+    return _calls(messages, path=f"{folder}/kept.ckpt", loader=_small, strategy={"balance": "auto"})
 
 
 def _small() -> Any:
@@ -241,7 +245,7 @@ def _small() -> Any:
 
 
 def _fit_again() -> list[int]:
-    """Calls of ``training_step`` that were trials, of fits with one strategy."""
+    """Numbers of calls of ``training_step`` that were trials, in fits with one strategy."""
     warnings.simplefilter("ignore")
     trainer = pl.Trainer(strategy=HeteroDDPStrategy(**AUTO), max_epochs=1, **{**FAST, "logger": True})
     model, trials = Busy(), []

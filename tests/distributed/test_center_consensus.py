@@ -1,4 +1,4 @@
-"""The center is what is validated, or the mean of replicas that have not met; what is excluded stays apart."""
+"""The consensus is the center, or the mean of replicas that have not met; excluded parameters stay separate."""
 
 import warnings
 from typing import Any
@@ -56,7 +56,7 @@ class Metrics(pl.Callback):
 
 
 def loss_at(weights: torch.Tensor) -> float:
-    """On all samples of the validation."""
+    """The loss of these weights on all samples of the validation."""
     model = Net()
     torch.nn.utils.vector_to_parameters(weights, model.parameters())
     with torch.no_grad():
@@ -75,7 +75,7 @@ def _watch(name: str, options: dict[str, Any], every: int | None = None, **train
         warnings.filterwarnings("always", "Replicas have not met")
         instance.fit(module, DataLoader(dataset(96), batch_size=4, shuffle=True), val)
     return {
-        "said": [str(w.message) for w in caught if "Replicas have not met" in str(w.message)],
+        "messages": [str(w.message) for w in caught if "Replicas have not met" in str(w.message)],
         "path": torch.stack(recorder.weights),
         "centers": torch.stack(recorder.centers) if recorder.centers else torch.zeros(0),
         "validated": module.validated,
@@ -94,20 +94,20 @@ def test_the_center_is_validated() -> None:
         for i, (name, options) in enumerate(EXACT):
             watched, unwatched = fits[2 * i : 2 * i + 2]
             assert len(watched["validated"]) == 8
-            assert unwatched["said"] == []
-            assert len(watched["said"]) == (rank == 0)
+            assert unwatched["messages"] == []
+            assert len(watched["messages"]) == (rank == 0)
             if rank == 0:
-                assert "between step 6 and step 8, at which validation or a checkpoint" in watched["said"][0]
+                assert "between step 6 and step 8, at which validation or a checkpoint" in watched["messages"][0]
             for j, weights in enumerate(watched["validated"]):
-                # Where the center has nothing to say, or less than the replicas, their mean stands for it.
-                apart = BIAS if "exclude" in options else BIAS & False
+                # If the center has no values, or older ones than the replicas, their mean is the consensus.
+                averaged = BIAS if "exclude" in options else BIAS & False
                 if (2 * j + 2) % 3 if name == "diloco" else j == 0:
-                    apart = BIAS | True
+                    averaged = BIAS | True
                 of_all = [results[k][2 * i]["path"][2 * j + 1] for k in range(3)]
                 mean = (3 * of_all[0] + of_all[1] + 2 * of_all[2]) / 6
-                assert torch.allclose(weights[apart], mean[apart], rtol=0, atol=1e-13)
-                if name != "round_robin" and not apart.all():
-                    assert torch.equal(weights[~apart], watched["centers"][2 * j + 1])
+                assert torch.allclose(weights[averaged], mean[averaged], rtol=0, atol=1e-13)
+                if name != "round_robin" and not averaged.all():
+                    assert torch.equal(weights[~averaged], watched["centers"][2 * j + 1])
                 if name != "diloco" or (2 * j + 2) % 3:  # where replicas start from the center
                     assert not torch.equal(weights, of_all[rank])
 
@@ -165,15 +165,15 @@ def _excluding() -> list[list[dict[str, Any]]]:
 @pytest.mark.long
 def test_what_is_excluded_stays_apart_and_its_mean_is_left() -> None:
     for name, results in zip(WITH_CENTER, zip(*run(_excluding, 3, nodes=APART), strict=True), strict=True):
-        paths = [apart["path"] for _, apart in results]
-        if name == "diloco":  # all meet at every step: only what is excluded differs
+        paths = [excluding["path"] for _, excluding in results]
+        if name == "diloco":  # all meet at every step: only excluded parameters differ
             assert torch.equal(paths[0][:, ~BIAS], paths[1][:, ~BIAS])
         assert not torch.equal(paths[0][:, BIAS], paths[1][:, BIAS])
         mean = (3 * paths[0][-1] + paths[1][-1] + 2 * paths[2][-1])[BIAS] / 6
-        for whole, apart in results:
-            assert torch.allclose(apart["final"][BIAS], mean, rtol=0, atol=1e-13)
-            assert torch.equal(apart["final"], results[0][1]["final"])
-            before, after = whole["traffic"]["bytes"], apart["traffic"]["bytes"]
+        for whole, excluding in results:
+            assert torch.allclose(excluding["final"][BIAS], mean, rtol=0, atol=1e-13)
+            assert torch.equal(excluding["final"], results[0][1]["final"])
+            before, after = whole["traffic"]["bytes"], excluding["traffic"]["bytes"]
             assert after < before or before == 0  # memory, or the center's host
             if name in ("easgd", "overlap", "diloco"):  # 17 of 161 values; they go over the wire once, at the end
                 assert after == pytest.approx(before * 144 / 161 + 2 * 2 / 3 * 17 * 8, abs=30)

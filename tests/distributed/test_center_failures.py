@@ -1,4 +1,4 @@
-"""What goes wrong with replicas that have a center: one is not finite, one fails, one is told to stop."""
+"""Failures of replicas with a center: one is not finite, one fails, one is told to stop."""
 
 import os
 import pickle
@@ -32,7 +32,7 @@ KINDS: list[tuple[str, dict[str, Any]]] = [
 
 
 class Explodes(Net):
-    """The loss of rank 1 is NaN once, or of all ranks."""
+    """The loss of rank 1 is NaN once, or that of all ranks."""
 
     def __init__(self, nesterov: bool = False, everywhere: bool = False) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ def _explode(name: str, options: dict[str, Any], everywhere: bool = False) -> di
             result = fit(name, module, DataLoader(dataset(96), batch_size=4), epochs=2, **options)
         except NotFiniteError as error:
             return {"error": str(error), "parameters": parameters(module)}
-    return {**result, "said": [str(w.message) for w in caught]}
+    return {**result, "messages": [str(w.message) for w in caught]}
 
 
 def _explode_all(**more: Any) -> list[dict[str, Any]]:
@@ -73,8 +73,8 @@ def test_with_skip_all_go_on_and_the_replica_takes_over_the_center() -> None:
         path, centers = results[1]["path"], results[1]["centers"]
         assert not path[4].isfinite().all()
         assert torch.equal(path[5], centers[5])
-        [told] = [text for text in results[0]["said"] if "was left out" in text]
-        assert "Replica 1 (ranks [1]) was left out of the average after step 6" in told
+        [message] = [text for text in results[0]["messages"] if "was left out" in text]
+        assert "Replica 1 (ranks [1]) was left out of the average after step 6" in message
 
 
 @pytest.mark.parametrize("name", ["easgd", "async", "round_robin"])
@@ -102,7 +102,7 @@ def test_where_several_replicas_are_not_finite_the_first_is_named_as_the_cause()
 
 
 class Far(Net):
-    """On rank 1 a weight is far away from the others', and a buffer moves far, if there is one."""
+    """On rank 1 a weight is far from those of the others, or a buffer is, if there is one."""
 
     def __init__(self, level: bool) -> None:
         super().__init__()
@@ -143,7 +143,7 @@ HOMES: list[tuple[str, dict[str, Any]]] = [
 
 
 class Dies(Line):
-    """The center's host, while the others wait for it at the end of the epoch."""
+    """The center's host is killed while the others wait for it at the end of the epoch."""
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         if self.global_rank == 0 and batch_idx == 9:

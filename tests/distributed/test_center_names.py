@@ -1,4 +1,4 @@
-"""Strategies with a center: their names, and what they choose and warn of by themselves."""
+"""Strategies with a center: their names, their defaults, and their warnings."""
 
 import os
 import warnings
@@ -39,19 +39,19 @@ KINDS = {
 
 
 def _warned() -> list[list[str]]:
-    said = []
+    messages = []
     for options in ({"moving_rate": 1.2, "beta": 0.5}, {"moving_rate": 0.5, "beta": 1.2}, AUTO):
         for name in ("easgd", "async"):
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
                 fit(name, Line(), epochs=1, tau=20, trainer={"limit_train_batches": 2}, **options)
-            said.append([str(w.message) for w in caught if "swing past" in str(w.message)])
-    return said
+            messages.append([str(w.message) for w in caught if "swing past" in str(w.message)])
+    return messages
 
 
 def test_past_one_there_is_a_warning_of_rank_0() -> None:
     first, second = run(_warned, 2, nodes=[1, 1])
-    assert [len(said) for said in first] == [1, 1, 1, 1, 0, 0]
+    assert [len(messages) for messages in first] == [1, 1, 1, 1, 0, 0]
     assert not any(second)
 
 

@@ -1,4 +1,4 @@
-"""``torch.compile`` where batch sizes move: nothing is compiled anew for them, and compiling does not count as slow.
+"""``torch.compile`` with batch sizes that change: no new compilation for them, and compiling does not count as slow.
 
 The ranks' clocks are virtual, so that speeds are exact on a busy machine.
 """
@@ -92,7 +92,7 @@ def test_large_shares_that_move_are_multiples(options: dict[str, Any]) -> None:
 
 
 def test_compiling_is_no_slowness() -> None:
-    """A rank that compiles for two seconds, again when sizes change, is not taken for slow: its shares stay."""
+    """A rank that compiles for two seconds, again when sizes change, does not count as slow: its shares stay."""
     (graphs, slow, fixed), _ = run(_fit, 2, False, nodes=[1, 1])
     assert graphs > 1  # without the marks
     assert fixed < 0.01

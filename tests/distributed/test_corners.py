@@ -1,4 +1,4 @@
-"""What a Trainer can do with Lightning's own strategies, at the corners: copies, profilers, arguments by position."""
+"""Rare uses of a Trainer that work with Lightning's strategies: copies, profilers, arguments by position."""
 
 import copy
 import os
@@ -128,21 +128,21 @@ def test_positional_arguments_are_those_of_lightnings_strategy() -> None:
 
 
 def _sets_data_up_outside() -> list[str]:
-    trainer, said = _trainer(HeteroDDPStrategy(**BASE)), []
+    trainer, messages = _trainer(HeteroDDPStrategy(**BASE)), []
     trainer.fit(Net(), _data())
     trainer.fit_loop._combined_loader = None
     for function in (trainer.fit_loop.setup_data, lambda: trainer.strategy.process_dataloader(_data())):
         try:
             function()
         except HeteroError as error:
-            said.append(str(error))
-    return said
+            messages.append(str(error))
+    return messages
 
 
 def test_dataloaders_cannot_be_set_up_outside_of_a_run() -> None:
-    for said in run(_sets_data_up_outside, 2):
-        assert len(said) == 2
-        assert all("no fit, validation, test or prediction is running" in text for text in said)
+    for messages in run(_sets_data_up_outside, 2):
+        assert len(messages) == 2
+        assert all("no fit, validation, test or prediction is running" in text for text in messages)
 
 
 @pytest.mark.parametrize("kind", [HeteroDDPStrategy, NodeAverageStrategy])
@@ -152,7 +152,7 @@ def test_dataloaders_cannot_be_set_up_before_the_ranks_have_met(kind: Any) -> No
 
 
 def _listens() -> set[tuple[str, int]]:
-    """Where this process listens on IPv4, as the kernel says."""
+    """Addresses at which this process listens on IPv4, as the kernel reports them."""
     mine = {os.readlink(f) for f in Path("/proc/self/fd").iterdir() if f.is_symlink()}
     rows = [line.split() for line in Path("/proc/self/net/tcp").read_text().splitlines()[1:]]
     found = [row[1].split(":") for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in mine]

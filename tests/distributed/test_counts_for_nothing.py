@@ -30,18 +30,18 @@ def _fit(zeros: list[int], options: dict[str, Any]) -> Any:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trainer.fit(Logging(zeros, **options), DataLoader(dataset(48), batch_size=4))
-    said = [str(w.message) for w in caught if "its batch_size was 0 throughout" in str(w.message)]
-    return {name: float(value) for name, value in trainer.callback_metrics.items()}, said
+    messages = [str(w.message) for w in caught if "its batch_size was 0 throughout" in str(w.message)]
+    return {name: float(value) for name, value in trainer.callback_metrics.items()}, messages
 
 
 @pytest.mark.parametrize("when", [{"on_step": True, "on_epoch": False}, {"on_step": False, "on_epoch": True}])
 @pytest.mark.parametrize("zeros", [[0], [0, 1]])
 def test_a_mean_over_nothing_is_explained_once(when: dict[str, bool], zeros: list[int]) -> None:
-    for rank, (metrics, said) in enumerate(run(_fit, 2, zeros, {**when, "sync_dist": True})):
+    for rank, (metrics, messages) in enumerate(run(_fit, 2, zeros, {**when, "sync_dist": True})):
         if zeros == [0, 1]:
             assert metrics["share"] != metrics["share"]
-            assert len(said) == (rank == 0)
-            assert all("self.log('share', ...)" in text for text in said)
+            assert len(messages) == (rank == 0)
+            assert all("self.log('share', ...)" in text for text in messages)
         else:
             assert metrics["share"] == 1.0
-            assert not said
+            assert not messages

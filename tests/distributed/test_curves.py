@@ -1,4 +1,4 @@
-"""Devices that are no straight lines, in real training with virtual clocks: shares, checkpoints, reports, messages."""
+"""Devices with curved costs, in real training with virtual clocks: shares, checkpoints, reports, messages."""
 
 import json
 import warnings
@@ -19,7 +19,7 @@ from lightning_hetero.batching.cost import CurveEstimator
 
 
 def flat(samples: int) -> float:
-    """Up to 16 samples 16 ms, then 4 ms each."""
+    """16 ms for up to 16 samples, and 4 ms for each further one."""
     return 0.016 + 0.004 * max(0, samples - 16)
 
 
@@ -49,7 +49,7 @@ def _fit(
     devices: Devices, total: int, steps: int, straight: bool = False, root: Path | None = None,
     resume: Path | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    with virtual_time(), pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as said:
+    with virtual_time(), pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         if straight:
             patch.setattr(CurveEstimator, "curve", lambda self: None)
@@ -60,7 +60,7 @@ def _fit(
         trainer.fit(Net(), DataLoader(dataset(total * 50), batch_size=total // 2), ckpt_path=resume)
         if root is not None:
             trainer.save_checkpoint(root / "last.ckpt")
-    bends = [str(w.message) for w in said if "bend down" in str(w.message)]
+    bends = [str(w.message) for w in caught if "bend down" in str(w.message)]
     return {"shares": [list(record.shares) for record in monitor.history], "bends": bends}
 
 
@@ -78,7 +78,7 @@ def test_steps_come_within_5_percent_of_the_optimum_where_a_line_loses_more_than
     assert all(sum(row) == total for row in (*by_curve, *by_line))
     assert max(slowdowns(devices, total, by_curve)[-10:]) <= 1.05
     late = slowdowns(devices, total, by_line)[-10:]
-    if (devices, total) == FLAT:  # in stairs the first meetings find the best split by trying
+    if (devices, total) == FLAT:  # with stairs the first meetings find the best split by trials
         assert sum(late) / len(late) > 1.10
 
 

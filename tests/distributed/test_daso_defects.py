@@ -21,7 +21,7 @@ def each(*calls: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def moved(result: dict[str, Any], truth: np.ndarray, start: np.ndarray) -> float:
-    """Error of the final weights, as a part of the way that they have come."""
+    """Error of the final weights, relative to the distance that they have moved."""
     return np.linalg.norm(result["final"] - truth) / np.linalg.norm(truth - start)
 
 
@@ -29,7 +29,7 @@ def moved(result: dict[str, Any], truth: np.ndarray, start: np.ndarray) -> float
 
 
 class RoundsWeights(DASOStrategy):
-    """Sends the weights themselves, not how far they have moved."""
+    """Sends the weights themselves, and not the distance that they have moved."""
 
     def make_averager(self) -> Any:
         begin = self.engine.links.begin

@@ -18,8 +18,8 @@ from lightning_hetero import DASOStrategy
 LOST = 9  # steps that replica 2 takes
 
 
-class Apart(pl.Callback):
-    """Replica 0 gets as far as it can before replica 2 is killed; replica 1 is still at the step at which 2 was."""
+class UnequalProgress(pl.Callback):
+    """Replica 0 gets as far as it can before replica 2 is killed; replica 1 stays at the step of replica 2."""
 
     def __init__(self) -> None:
         self.begun: list[tuple[int, int]] = []  # exchanges: at which step, by which member
@@ -30,11 +30,11 @@ class Apart(pl.Callback):
         replica, begin = trainer.global_rank, averager._begin  # type: ignore[attr-defined]
         self.pauses = [0.0, 1.2, 0.8][replica]
 
-        def noted(context: Any) -> None:
+        def recorded(context: Any) -> None:
             self.begun.append((context.step, averager.turn % averager.links.members))
             begin(context)
 
-        averager._begin = noted
+        averager._begin = recorded
 
     def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
         if trainer.strategy.job.view.count < 3:  # type: ignore[attr-defined]
@@ -47,13 +47,13 @@ class Apart(pl.Callback):
 
 
 def _fit(wait: int) -> Any:
-    module, apart = Module(), Apart()
+    module, progress = Module(), UnequalProgress()
     options: dict[str, Any] = {"warmup": 0, "cooldown": 0, "global_every": 4, "wait": wait}
     strategy = DASOStrategy(on_peer_loss="continue", balance="off", timeout=30, **options)
-    trainer = pl.Trainer(strategy=strategy, callbacks=[apart], **{**FAST, "max_epochs": 2})
+    trainer = pl.Trainer(strategy=strategy, callbacks=[progress], **{**FAST, "max_epochs": 2})
     trainer.fit(module, DataLoader(Numbered(), batch_size=2, shuffle=True))
     weights = torch.cat([p.detach().reshape(-1) for p in module.parameters()])
-    return weights, apart.begun, apart.at, trainer.global_step
+    return weights, progress.begun, progress.at, trainer.global_step
 
 
 @pytest.mark.parametrize("wait", [3, 2])

@@ -64,7 +64,7 @@ def train(make: Any = Linear, speeds: list[float] = SPEEDS, epochs: int = EPOCHS
 
 
 def check(results: list[dict[str, Any]], truth: Course, nodes: list[int] = NODES, limit: float = 1e-10) -> None:
-    """Every rank, at every step, and all alike at the end."""
+    """Each rank has the oracle's weights at every step, and all ranks are equal at the end."""
     scale = np.linalg.norm(truth.weights[-1, 0])
     for rank, result in enumerate(results):
         node = next(i for i in range(len(nodes)) if rank < sum(nodes[: i + 1]))

@@ -19,7 +19,7 @@ from lightning_hetero.algorithms.schedules import RateSchedule
 
 
 class Naive(RateSchedule):
-    """The control: starts over only if both arrive at 1 together."""
+    """The control: starts over only if both arrive at 1 in the same step."""
 
     def observe_loss(self, loss: float) -> None:
         if self.every == self.wait == 1:
@@ -65,7 +65,7 @@ def test_an_automatic_wait_lies_between_1_and_b() -> None:
 
 
 class Logging(Net):
-    """Logs a level that rises on one rank as it falls on the other: its mean stays."""
+    """Logs a level that rises on one rank as it falls on the other: the mean stays."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -108,7 +108,7 @@ def _undisturbed_and_resumed(path: str, *cases: dict[str, Any]) -> list[Any]:
 
 
 def test_a_resumed_run_looks_as_often_as_an_undisturbed_one(tmp_path: Path) -> None:
-    """A metric of the epoch that ends with the checkpoint is looked at in the next step only."""
+    """The metric of an epoch that ends with the checkpoint counts in the next step, and no more than once."""
     cases = {"monitor": "level"}, {"monitor": "level", "schedule_every_n_steps": 5}
     found, _ = run(_undisturbed_and_resumed, 2, str(tmp_path / "saved.ckpt"), *cases, nodes=[1, 1])
     for undisturbed, resumed in found:

@@ -1,4 +1,4 @@
-"""What travels in an exchange of `hetero_daso`, and what stays: frozen weights, large ones, masks."""
+"""Values that an exchange of `hetero_daso` sends, and those that it does not: frozen weights, large ones, masks."""
 
 import os
 from typing import Any
@@ -59,7 +59,7 @@ def pattern() -> torch.Tensor:
 
 
 class Large(Linear):
-    """Its weights are those of a small model, times a pattern of norm 1, and so are their gradients."""
+    """A model whose weights and gradients are those of a small one, times a pattern of norm 1."""
 
     def __init__(self) -> None:
         super().__init__(dtype=torch.float32)
@@ -118,8 +118,8 @@ class Unregistered(Causal):
     registered = False
 
 
-class Travels(Causal):
-    """The control: what was no mask when the training began travels."""
+class LateMask(Causal):
+    """The control: a buffer that was no mask when the training began is sent."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -134,7 +134,7 @@ def _causal(make: Any, mixing: str) -> dict[str, Any]:
     module = make()
     before = module.mask.clone()
     result = train(lambda: module, warmup=3, cooldown=3, mixing=mixing, epochs=1, global_every=3, wait=2)
-    assert torch.equal(module.mask, before) or make is Travels
+    assert torch.equal(module.mask, before) or make is LateMask
     return result
 
 
@@ -151,5 +151,5 @@ def test_a_causal_mask_stays(mixing: str) -> None:
 
 
 def test_a_mask_that_travels_would_be_seen() -> None:
-    for outcome in attempt(_causal, 4, Travels, "delta", nodes=[2, 2]):
+    for outcome in attempt(_causal, 4, LateMask, "delta", nodes=[2, 2]):
         assert isinstance(outcome.error, NotFiniteError), outcome.trace

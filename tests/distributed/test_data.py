@@ -101,7 +101,7 @@ SAMPLES, EDGES = 93, [0, 9, 40, 93]
 
 
 class Shard(IterableDataset):
-    """Every third sample, in workers too; of rank 2 every second one of these."""
+    """Every third sample, in workers too; on rank 2 only every second one of these."""
 
     def __init__(self, workers: int) -> None:
         self.workers = max(workers, 1)

@@ -1,4 +1,4 @@
-"""`hetero_diloco` against a loop by hand, and as the averaging that it is with a plain outer step."""
+"""`hetero_diloco` against a loop by hand, and as plain averaging if the outer step is plain."""
 
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -22,13 +22,13 @@ def by_hand(
     mutant: str = "",
     wire: Callable[[int, torch.Tensor], torch.Tensor] = lambda replica, part: part,
 ) -> Any:
-    """Two replicas on 8 and 4 of each 12 samples, for 60 steps; the center after each, and in the end.
+    """Two replicas on 8 and 4 of each 12 samples, for 60 steps; the center after each step, and at the end.
 
     Args:
         outer: the outer optimizer of these parameters.
         tau: steps of a round.
         mutant: a mistake.
-        wire: what arrives of a replica's part of the change.
+        wire: the part of a replica's change that arrives.
     """
     models = [Line(momentum=0.9), Line(momentum=0.9)]
     inner = [model.configure_optimizers() for model in models]
@@ -53,7 +53,7 @@ def by_hand(
                 for model in models:
                     model.w.copy_(center)
             path[-1] = center.detach().clone()
-    # What is left is the mean; right after an outer step all are where the center is.
+    # The fit ends with the mean; right after an outer step all replicas are equal to the center.
     return torch.stack(path), sum(w * model.w.detach() for w, model in zip(weights, models, strict=True))
 
 
@@ -96,7 +96,7 @@ def test_a_plain_outer_step_is_periodic_averaging() -> None:
 
 
 class Normed(Net):
-    """Has BatchNorm, and notes its statistics before the step's exchange."""
+    """Has BatchNorm, and keeps its statistics from before the step's exchange."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""`hetero_diloco_async`: the arrivals of a fit replayed in NumPy, in fragments and few bits too; steps by speed."""
+"""`hetero_diloco_async`: the arrivals of a fit, replayed in NumPy, also in fragments and few bits; steps by speed."""
 
 import time
 from pathlib import Path
@@ -22,7 +22,7 @@ SHARES, BATCH, PAUSES = [3.0, 1.0, 2.0, 2.0], 16, [0.001, 0.004, 0.002, 0.004]  
 
 
 class Visits(pl.Callback):
-    """Notes after which steps this replica has visited the center, as which of all visits, and keeps its pace."""
+    """Keeps the steps at which this replica has visited the center, and the visits' numbers; slows the replica."""
 
     def __init__(self, pauses: list[float]) -> None:
         self.pauses, self.bytes = pauses, 0
@@ -32,12 +32,12 @@ class Visits(pl.Callback):
         averager: Any = trainer.strategy.averager  # type: ignore[attr-defined]
         visit = averager._visit
 
-        def noted(context: Any) -> None:
+        def recorded(context: Any) -> None:
             visit(context)
             self.seen.append((context.step, sum(averager._rates._seen[-1][1]), averager.visits))
             self.bytes = averager.links.traffic.bytes
 
-        averager._visit = noted
+        averager._visit = recorded
 
     def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
         time.sleep(self.pauses[trainer.global_rank])
@@ -75,9 +75,9 @@ def replay(
     pieces: list[slice] = [slice(0, 8)],  # noqa: B006 - never changed
     coded: bool = False,
 ) -> Any:
-    """Delayed Nesterov by the paper's algorithm 3, or another rule, with the order of the arrivals given; all paths.
+    """Paths of all replicas, by the paper's algorithm 3 (delayed Nesterov) or another rule; the order is that of a fit.
 
-    With `coded` in 4 bits, but for the replica that has the center.
+    With `coded` messages have 4 bits, except those of the replica that has the center.
     """
     x, y = data()
     n, parts = len(visits), np.array(split(BATCH, SHARES)) / BATCH

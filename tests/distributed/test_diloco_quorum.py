@@ -76,7 +76,7 @@ def test_a_quorum_of_all_gives_buffers_their_mean() -> None:
 
 
 class Late(pl.Callback):
-    """The last replica visits the center after the first one has been answered, and before it comes again."""
+    """The last replica visits the center after the answer to the first one, and before the first one's next visit."""
 
     def on_train_start(self, trainer: pl.Trainer, *_: Any) -> None:
         averager: Any = trainer.strategy.averager  # type: ignore[attr-defined]
@@ -103,7 +103,7 @@ def late(save: Path | None = None, **options: Any) -> Any:
 
 
 def by_hand(lr: float, mu: float, mutant: str = "") -> Any:
-    """Rounds of three replicas, the fourth one late by a round: the path of each replica, and what is left."""
+    """Rounds of three replicas, with the fourth one late by a round: paths of the replicas, and final weights."""
     x, y = data()
     weights = np.array(split(BATCH, SHARES)) / BATCH
     center, m, total = START.copy(), np.zeros(8), np.zeros(8)
@@ -149,10 +149,10 @@ def test_resumed_with_a_part_that_waits_for_its_outer_step(tmp_path: Path) -> No
 
 
 def stopped(kind: Any, path: Path, resume: bool = False, **options: Any) -> Any:
-    """A fit that saves, or one that goes on where another one has saved."""
+    """Fit that saves a checkpoint, or fit that resumes from one."""
     callbacks = [] if resume else [Save(str(path), 7, False)]
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that all begin from the weights of a checkpoint
+        warnings.simplefilter("ignore")  # "all begin from the weights of a checkpoint"
         given: dict[str, Any] = {"resume": str(path) if resume else None, "balance": "off", "timeout": 60, **options}
         path = fit(kind, Line(), epochs=1, trainer={"callbacks": callbacks}, **given)["path"].numpy()
         return path[:-1]  # of the last batch other replicas may get what is left over

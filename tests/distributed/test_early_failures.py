@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from lightning_hetero import DiLoCoStrategy, HeteroDDPStrategy
 from lightning_hetero.errors import CommunicationError
 
-LIVES = 30.0  # seconds that a process goes on, unless those that are to hear of something have ended
+LIVES = 30.0  # seconds that a process lives on, unless the ranks that must notice the failure have ended
 
 
 def _live_until(ended: list[Path]) -> None:
@@ -44,24 +44,24 @@ class Fails(Net):
             raise ValueError(f"a fault in {where}")
 
 
-def _fit(kind: Any, where: str, heard: Path) -> None:
+def _fit(kind: Any, where: str, noticed: Path) -> None:
     trainer = pl.Trainer(strategy=kind(), max_epochs=1, **FAST)
     began = time.monotonic()
     try:
         trainer.fit(Fails(where), _loader())
     except ValueError:
-        _live_until([heard])
+        _live_until([noticed])
         raise
     finally:
         if trainer.global_rank == 0 and time.monotonic() - began < LIVES - 5:
-            heard.touch()
+            noticed.touch()
 
 
 @pytest.mark.parametrize("where", ["setup", "configure_model", "on_fit_start"])
 def test_the_others_hear_of_it_at_once(where: str, tmp_path: Path) -> None:
-    kind, heard = DiLoCoStrategy if where == "setup" else HeteroDDPStrategy, tmp_path / "heard"
-    first, second = attempt(_fit, 2, kind, where, heard, nodes=[1, 1])
-    assert heard.exists(), first.trace
+    kind, noticed = DiLoCoStrategy if where == "setup" else HeteroDDPStrategy, tmp_path / "heard"
+    first, second = attempt(_fit, 2, kind, where, noticed, nodes=[1, 1])
+    assert noticed.exists(), first.trace
     assert isinstance(second.error, ValueError)
     assert isinstance(first.error, CommunicationError), first.trace
     assert f"rank 1 failed with ValueError: a fault in {where}" in str(first.error)
@@ -102,7 +102,7 @@ def _one_of_two_jobs(folder: str) -> None:
         finally:
             Path(folder, f"rank {os.environ['RANK']} has ended").touch()
         return
-    trainer = pl.Trainer(strategy=HeteroDDPStrategy(), max_epochs=1, callbacks=[Goes(there)], **FAST)
+    trainer = pl.Trainer(strategy=HeteroDDPStrategy(), max_epochs=1, callbacks=[TrainsUntil(there)], **FAST)
     trainer.fit(Net(), _loader())
 
 
@@ -110,7 +110,7 @@ def _loader() -> DataLoader:
     return DataLoader(dataset(48), batch_size=4)
 
 
-class Goes(pl.Callback):
+class TrainsUntil(pl.Callback):
     """Trains until the other job has ended."""
 
     def __init__(self, there: Path) -> None:

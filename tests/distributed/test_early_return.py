@@ -56,8 +56,8 @@ def test_on_all_ranks_or_in_replicas_of_one_rank_is_none() -> None:
     first, second = run(_fit, 2, (0, 1), (0, 2, 3))
     assert torch.equal(first, second)
     assert not torch.equal(first, parameters(Net()))
-    apart = run(_fit, 2, (1,), (2,), NodeAverageStrategy, nodes=[1, 1])
-    assert torch.equal(*apart)
+    replicas = run(_fit, 2, (1,), (2,), NodeAverageStrategy, nodes=[1, 1])
+    assert torch.equal(*replicas)
 
 
 @pytest.mark.long

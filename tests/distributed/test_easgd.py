@@ -1,4 +1,4 @@
-"""What holds of the elastic strategies whatever the data: exactly, or bit for bit."""
+"""Properties of the elastic strategies that hold for any data: exactly, or bit for bit."""
 
 import warnings
 from typing import Any
@@ -20,7 +20,7 @@ NESTEROV = {"momentum": 0.8, "nesterov": True}
 
 
 def alone(rank: int) -> torch.Tensor:
-    """A rank's own run on its samples of each batch."""
+    """A rank's run by itself, on its samples of each batch."""
     model = Line()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     first, last, path = [0, 6, 8][rank], [6, 8, 12][rank], []
@@ -126,7 +126,7 @@ def test_a_node_counts_by_its_samples() -> None:
 
 
 class TwoGroups(Line):
-    """The second group's learning rate is other, and has no part in alpha."""
+    """Two groups; the second one has another learning rate, which does not change alpha."""
 
     def __init__(self, schedule: Any) -> None:
         super().__init__(schedule=schedule)

@@ -1,4 +1,4 @@
-"""Exchanges with a center: who waits for whom within an epoch."""
+"""Exchanges with a center: which ranks wait for which within an epoch."""
 
 import time
 from pathlib import Path
@@ -13,11 +13,11 @@ PULL = {"moving_rate": 0.2, "beta": 0.7, "tau": 2}
 
 
 class Stops(pl.Callback):
-    """One rank stops in the middle of an epoch until the others are nearly through, or it has waited long enough."""
+    """Stops one rank within an epoch until the others are nearly through, or for a time."""
 
     def __init__(self, rank: int, folder: str, limit: float) -> None:
         self.rank, self.folder, self.limit = rank, Path(folder), limit
-        self.seen: list[int] = []  # exchanges of each of the others meanwhile
+        self.seen: list[int] = []  # exchanges of each of the others during the stop
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
         if trainer.global_rank == self.rank and batch_idx == 5:
@@ -56,7 +56,7 @@ def test_in_lockstep_a_rank_that_stops_stops_the_others(tmp_path: Path, name: st
 
 
 class Rates(pl.Callback):
-    """The rates of exchanges that each rank has seen, where it saves and where a resumed fit begins."""
+    """Keeps the rates of exchanges that each rank knows, where it saves and where a resumed fit begins."""
 
     def __init__(self, path: str) -> None:
         self.path = path

@@ -13,7 +13,7 @@ LR, EPOCHS = 0.01, 3  # 60 steps; every twentieth batch has 7 samples
 
 
 class Course(NamedTuple):
-    """What the model and the center hold after each step."""
+    """Weights of the model and of the center after each step."""
 
     weights: np.ndarray  # steps, replicas, values
     centers: np.ndarray  # steps, values
@@ -29,14 +29,14 @@ class Worker:
 
     @property
     def shown(self) -> np.ndarray:
-        """What the model holds: under EAMSGD the point from which the next gradient is taken."""
+        """Weights of the model: under EAMSGD the point from which the next gradient is taken."""
         return self.x + self.momentum * self.v if self.kind == "eamsgd" else self.x
 
     def step(self, number: int) -> None:
         epoch, batch = divmod(number, -(-SAMPLES // BATCH))
         x, y = self.samples
         size = min(BATCH, SAMPLES - batch * BATCH)
-        # Who does not meet the others at every step gets in turn what is left over.
+        # Replicas that do not meet the others at every step get the remainder in turn.
         parts = in_turn(size, self.speeds, batch) if self.alone else split(size, self.speeds)
         first = batch * BATCH + sum(parts[: self.index])
         rows = order(epoch, SAMPLES)[first : first + parts[self.index]]
@@ -139,7 +139,7 @@ def test_the_oracle_tells_mistakes_apart(kind: str) -> None:
 
 
 def test_nesterov_of_pytorch_is_the_papers() -> None:
-    # One replica that no center holds: the two ways to write it, with no package between.
+    # One replica without a pull: the two ways to write EAMSGD give the same, without the package.
     worker = Worker(0, [1.0], "eamsgd", 0.8, alone=False)
     w = torch.nn.Parameter(torch.tensor(START))
     optimizer = torch.optim.SGD([w], lr=LR, momentum=0.8, nesterov=True)

@@ -1,4 +1,4 @@
-"""Evaluation sees each sample once, whatever its steps fetch; what they log and reduce weighs ranks by samples."""
+"""Evaluation has each sample once, however steps fetch them; logged and reduced values weigh ranks by samples."""
 
 import logging
 import os
@@ -59,14 +59,14 @@ def test_evaluation_sees_every_sample_once(balance: Any) -> None:
         written = [pair for result in results for pair in result["written"]]
         assert all(indices == predicted for indices, predicted in written)
         assert sorted(i for indices, _ in written for i in indices) == list(range(samples))
-        for result in results:  # the mean over samples, however they were split
+        for result in results:  # the mean over samples, for any split
             for name in ("val_epoch", "test"):
                 assert float(result["metrics"][name]) == pytest.approx(result["truth"], rel=1e-12), samples
             assert float(result["metrics"]["one"]) == 1.0
 
 
 class Numbers(Net):
-    """Keeps the numbers that each step saw, and what a mean over ranks made of them."""
+    """Keeps the numbers of each step, and their mean over ranks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -97,7 +97,7 @@ class FromIterator(Numbers):
 
 
 class Box:
-    """A batch of which Lightning cannot tell the size."""
+    """A batch whose size Lightning cannot tell."""
 
     def __init__(self, samples: list[Any]) -> None:
         self.numbers = torch.stack([number for (number,) in samples])
@@ -118,7 +118,7 @@ class FromBoxes(Numbers):
 
 
 def means(logger: Memory) -> list[float]:
-    """What each step has logged."""
+    """The mean that each step has logged."""
     names = [(name, row) for _, row in logger.rows for name in row if name.startswith("mean") and "epoch" not in name]
     return [float(row[name]) for name, row in names]
 
@@ -143,7 +143,7 @@ def _evaluate(kind: str) -> dict[str, dict[str, Any]]:
 
 
 def _truth(results: list[dict[str, Any]]) -> list[float]:
-    """Of each step, the mean of the numbers that both ranks saw; all numbers once."""
+    """For each step the mean of the numbers of both ranks. Fails if a number is missing or comes twice."""
     seen = [[np.array(numbers) for numbers, _ in result["steps"]] for result in results]
     together = [np.concatenate(parts) for parts in zip(*seen, strict=True)]
     assert sorted(np.concatenate(together)) == list(range(SAMPLES))
@@ -188,7 +188,7 @@ def test_batches_of_a_class_that_lightning_cannot_look_into() -> None:
 
 
 class Tokens(Net):
-    """Says itself how much its training loss counts."""
+    """Sets the weight of its training loss itself."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -250,7 +250,7 @@ def test_all_ranks_validate_with_the_same_statistics_also_within_an_accumulation
 
 
 def _parts(stage: str, kind: str, sizes: list[int], log: dict[str, Any], **options: Any) -> tuple[float, int]:
-    """The mean of what is logged, and how many steps this rank has taken."""
+    """The mean of the logged values, and the number of this rank's steps."""
     module, strategy, data = Logs(**log), HeteroDDPStrategy(timeout=60.0), parts(kind, sizes)
     options = {"use_distributed_sampler": False, **options}
     if stage == "fit":

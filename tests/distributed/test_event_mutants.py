@@ -1,4 +1,4 @@
-"""Controls for `test_events`: each of these mistakes makes the comparison of its event fail."""
+"""Controls for `test_events`: with each of these mistakes the comparison of its event fails."""
 
 import os
 from collections.abc import Callable
@@ -22,7 +22,7 @@ def _patched(owner: Any, name: str, value: Any, function: Callable[..., Any], *a
 
 
 def _moved(owner: Any, hook: str, when: Callable[[pl.Trainer], bool], function: Callable[..., Any], *args: Any) -> Any:
-    """The first parameters are a little off from some moment on."""
+    """Move the first parameters a little, from a moment on."""
     known, done = getattr(owner, hook, None), []
 
     def moved(callback: Any, trainer: pl.Trainer, module: pl.LightningModule, *rest: Any) -> None:
@@ -93,7 +93,9 @@ def _moved_elsewhere(path: Path, name: str, mutant: Any) -> Any:
 
 
 def _looked(path: Path, name: str, mutant: Any) -> Any:
-    return partial(table.check_looked, name, table.job(partial(mutant, table.looked), name, path), path)
+    return partial(
+        table.check_validation, name, table.job(partial(mutant, table.fit_with_validation), name, path), path
+    )
 
 
 def _broken(path: Path, name: str, mutant: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Every strategy, and what may happen to a fit: it ends as the fit to which nothing happens, or loses nothing."""
+"""Events during a fit, for every strategy: the fit ends as one without the event, or loses nothing."""
 
 import os
 import re
@@ -13,7 +13,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from events import ALL, BATCH, EPOCH, ROWS, SAMPLES, STEPS, Model, Row, Seen, among, fit, loss_at, one_process, order
+from events import ALL, BATCH, EPOCH, ROWS, SAMPLES, STEPS, Model, Record, Row, among, fit, loss_at, one_process, order
 from growing import LATE, grow
 from lightning.pytorch.callbacks import BaseFinetuning, ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
@@ -33,7 +33,7 @@ def test_every_string_has_its_row() -> None:
 
 
 def rows(names: Iterable[str]) -> Any:
-    """For each of these rows; `make test` has the first four cases."""
+    """Parametrize a test by these rows; `make test` has the first four cases."""
 
     def mark(test: Callable[..., None]) -> Callable[..., None]:
         return pytest.mark.long(after=4)(pytest.mark.parametrize("name", list(names))(test))
@@ -42,27 +42,27 @@ def rows(names: Iterable[str]) -> Any:
 
 
 def job(function: Callable[..., Any], name: str, *args: Any, nodes: tuple[int, ...] | None = None) -> list[Any]:
-    """What all ranks have seen."""
+    """Results of all ranks."""
     nodes = nodes or ALL[name].nodes
     return run(function, sum(nodes), name, *args, nodes=list(nodes))
 
 
 def close(one: list[torch.Tensor], two: list[torch.Tensor], limit: float) -> bool:
-    """Equal, bit for bit where the limit is 0."""
+    """Whether weights are equal, bit for bit if the limit is 0."""
     if len(one) != len(two):
         return False
     pairs = zip(one, two, strict=True)
     return all(torch.equal(a, b) if limit == 0 else bool((a - b).abs().max() <= limit) for a, b in pairs)
 
 
-def alike(ranks: list[Seen]) -> None:
-    """All ranks end with the same finite weights."""
-    assert all(torch.equal(seen.weights, ranks[0].weights) for seen in ranks)
+def alike(ranks: list[Record]) -> None:
+    """Check that all ranks end with the same finite weights."""
+    assert all(torch.equal(record.weights, ranks[0].weights) for record in ranks)
     assert ranks[0].weights.isfinite().all()
 
 
-def trained(ranks: list[Seen], name: str) -> None:
-    """These weights are better than those at the start, too."""
+def trained(ranks: list[Record], name: str) -> None:
+    """Check that the weights are alike, and better than those at the start."""
     alike(ranks)
     assert loss_at(ranks[0].weights) < loss_at(parameters(Model(ALL[name])))
 
@@ -71,8 +71,8 @@ def mean(shares: list[float], parts: list[torch.Tensor]) -> torch.Tensor:
     return sum(share * part for share, part in zip(shares, parts, strict=True)) / sum(shares)
 
 
-def check_goes_on(name: str, whole: Seen, second: Seen, step: int) -> None:
-    """A fit that goes on after a step is the one that was not stopped there; this rank begins with its own."""
+def check_goes_on(name: str, whole: Record, second: Record, step: int) -> None:
+    """Check that a fit resumed after a step equals one without a stop; this rank begins with its own state."""
     row = ALL[name]
     assert second.starts == [(step, *whole.starts[0][1:])]
     assert second.seen == whole.seen[step:]
@@ -89,7 +89,7 @@ MIDDLE = 11  # a step within the second epoch
 
 
 class SaveAtStart(pl.Callback):
-    """Saves what there is before the first step."""
+    """Saves a checkpoint before the first step."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -98,8 +98,8 @@ class SaveAtStart(pl.Callback):
         trainer.save_checkpoint(self.path)
 
 
-def resumed(name: str, folder: Path) -> tuple[Seen, dict[str, Seen]]:
-    """A fit that is saved at the end of an epoch and within one; and the two that go on from there."""
+def resumed(name: str, folder: Path) -> tuple[Record, dict[str, Record]]:
+    """A fit that is saved at the end of an epoch and within one, and two fits that resume from there."""
     paths = {"end": folder / f"step={EPOCH}.ckpt", "middle": folder / "middle.ckpt"}
     saves = ModelCheckpoint(folder, "{step}", save_top_k=-1), Save(str(paths["middle"]), MIDDLE, False)
     whole, parts = fit(name, *saves, model=Model(ALL[name], dropout=0.3)), {}
@@ -109,14 +109,14 @@ def resumed(name: str, folder: Path) -> tuple[Seen, dict[str, Seen]]:
     return whole, parts
 
 
-def check_resumed(name: str, ranks: list[tuple[Seen, dict[str, Seen]]], folder: Path) -> None:
+def check_resumed(name: str, ranks: list[tuple[Record, dict[str, Record]]], folder: Path) -> None:
     trained([whole for whole, _ in ranks], name)
     for epoch in range(2):
         steps = range(epoch * EPOCH, (epoch + 1) * EPOCH)
         assert sorted(i for whole, _ in ranks for step in steps for i in whole.seen[step]) == list(range(SAMPLES))
     for at, step, path in (("end", EPOCH, f"step={EPOCH}.ckpt"), ("middle", MIDDLE, "middle.ckpt")):
         trained([parts[at] for _, parts in ranks], name)
-        # All that is kept is there again, of the others too, and of an exchange under way. Only the pairs of
+        # The resumed fit has all saved state, also of other ranks and of an exchange under way. Only the pairs of
         # `hetero_gossip_async` may exchange between the resume and the save.
         assert name == "hetero_gossip_async" or same_state(
             states_of(folder / f"{at}-again.ckpt"), states_of(folder / path)
@@ -136,38 +136,38 @@ def test_a_resumed_fit_goes_on_as_if_it_had_not_been_stopped(tmp_path: Path, nam
 # -- validated -----------------------------------------------------------------------------------------------
 
 
-def looked(name: str, folder: Path) -> tuple[Seen, Seen]:
+def fit_with_validation(name: str, folder: Path) -> tuple[Record, Record]:
     """A fit that is validated and saved at every other step, and one that is not."""
     keep = ModelCheckpoint(folder, "{step}", save_top_k=-1, save_on_train_epoch_end=False)
     return fit(name, keep, validates=True, val_check_interval=2, num_sanity_val_steps=2), fit(name)
 
 
-def check_looked(name: str, ranks: list[tuple[Seen, Seen]], folder: Path) -> None:
+def check_validation(name: str, ranks: list[tuple[Record, Record]], folder: Path) -> None:
     row = ALL[name]
-    trained([seen for seen, _ in ranks], name)
-    for seen, plain in ranks:
-        assert seen.seen == plain.seen
+    trained([record for record, _ in ranks], name)
+    for record, plain in ranks:
+        assert record.seen == plain.seen
         if row.repeats:
-            assert close(seen.path, plain.path, row.limit)
-            assert close([seen.weights], [plain.weights], row.limit)
-        start, *validated = seen.validated
+            assert close(record.path, plain.path, row.limit)
+            assert close([record.weights], [plain.weights], row.limit)
+        start, *validated = record.validated
         assert torch.equal(start, parameters(Model(row)))  # the sanity check
-        assert len(validated) == len(seen.metrics) == EPOCH
+        assert len(validated) == len(record.metrics) == EPOCH
         for number, weights in enumerate(validated):
             step = 2 * number + 2
             assert torch.equal(weights, ranks[0][0].validated[number + 1])
-            assert seen.metrics[number] == pytest.approx(loss_at(weights), rel=1e-12)
+            assert record.metrics[number] == pytest.approx(loss_at(weights), rel=1e-12)
             assert torch.equal(consensus(folder / f"step={step}.ckpt"), weights)
             if row.mean:
                 of_all = mean(row.shares, [other.path[step - 1] for other, _ in ranks])
                 assert (weights - of_all).abs().max() < 1e-12
-        assert torch.equal(seen.ended, ranks[0][0].weights)
-        assert seen.test == pytest.approx(loss_at(seen.weights), rel=1e-12)
+        assert torch.equal(record.ended, ranks[0][0].weights)
+        assert record.test == pytest.approx(loss_at(record.weights), rel=1e-12)
 
 
 @rows(ALL)
 def test_validations_and_checkpoints_are_of_the_consensus_and_change_nothing(tmp_path: Path, name: str) -> None:
-    check_looked(name, job(looked, name, tmp_path), tmp_path)
+    check_validation(name, job(fit_with_validation, name, tmp_path), tmp_path)
 
 
 # -- resumed elsewhere ---------------------------------------------------------------------------------------
@@ -176,30 +176,30 @@ EVEN, MEASURED = {"balance": "off"}, {"balance": "auto"}
 WORLDS = ("hetero_ddp", "hetero_ddp/workers", "hetero_auto")  # of one replica
 
 
-def saved(name: str, path: Path) -> Seen:
+def saved(name: str, path: Path) -> Record:
     """A fit that is saved, and ends there."""
     return fit(name, Save(str(path), MIDDLE, True), options=MEASURED if name in WORLDS else EVEN)
 
 
-def moved(name: str, path: Path) -> Seen:
-    """The fit that goes on with other ranks, to the end of the epoch."""
+def moved(name: str, path: Path) -> Record:
+    """A fit that resumes with other ranks, to the end of the epoch."""
     return fit(name, options=MEASURED if name in WORLDS else EVEN, resume=path)
 
 
-def check_moved(name: str, before: list[Seen], after: list[Seen], path: Path) -> None:
+def check_moved(name: str, before: list[Record], after: list[Record], path: Path) -> None:
     world = len(after)
-    done = [i for seen in before for step in range(EPOCH, MIDDLE) for i in seen.seen[step]]
-    rest = [i for seen in after for batch in seen.seen for i in batch]
+    done = [i for record in before for step in range(EPOCH, MIDDLE) for i in record.seen[step]]
+    rest = [i for record in after for batch in record.seen for i in batch]
     assert sorted(done + rest) == list(range(SAMPLES))
-    assert all(sum(len(seen.seen[step]) for seen in after) == BATCH for step in range(STEPS - MIDDLE))
+    assert all(sum(len(record.seen[step]) for record in after) == BATCH for step in range(STEPS - MIDDLE))
     trained(after, name)
-    for rank, seen in enumerate(after):
-        assert seen.starts == [(MIDDLE, rank, world)]
-        assert seen.steps == STEPS
-        assert torch.equal(seen.begun[0], consensus(path))
-        assert torch.equal(seen.momenta[0], before[min(rank, len(before) - 1)].last[-1])  # its own, or the nearest
-        told = [text for text in seen.said if "3 ranks" in text or "measures again" in text]
-        assert len(told) == (rank == 0), seen.said
+    for rank, record in enumerate(after):
+        assert record.starts == [(MIDDLE, rank, world)]
+        assert record.steps == STEPS
+        assert torch.equal(record.begun[0], consensus(path))
+        assert torch.equal(record.momenta[0], before[min(rank, len(before) - 1)].last[-1])  # its own, or the nearest
+        messages = [text for text in record.messages if "3 ranks" in text or "measures again" in text]
+        assert len(messages) == (rank == 0), record.messages
 
 
 @rows(
@@ -236,7 +236,7 @@ AT_ONCE = {"ddp", "auto", "node", "daso", "easgd", "easgd_overlap", "eamsgd", "d
 
 
 class Exploding(Model):
-    """The loss of a rank is NaN once: of the first, which hosts centers, with other options, and else of the second."""
+    """The loss of a rank is NaN once: of rank 0, which hosts centers, in the rows of OTHERS, and else of rank 1."""
 
     def __init__(self, name: str) -> None:
         super().__init__(ALL[name])
@@ -251,30 +251,30 @@ def explodes(name: str) -> int:
     return int(name in ROWS)
 
 
-def broken(name: str, folder: Path) -> Seen:
+def broken(name: str, folder: Path) -> Record:
     """A fit in which a loss is not finite, saved at every step."""
     keep = ModelCheckpoint(folder, "{step}", every_n_train_steps=1, save_top_k=-1)
     return fit(name, keep, model=Exploding(name))
 
 
-def check_broken(name: str, ranks: list[Seen], folder: Path) -> None:
+def check_broken(name: str, ranks: list[Record], folder: Path) -> None:
     victim = explodes(name)
-    for rank, seen in enumerate(ranks):
-        said = str(seen.error)
+    for rank, record in enumerate(ranks):
+        message = str(record.error)
         if rank == victim or name.removeprefix("hetero_").partition("/")[0] in AT_ONCE:
-            assert isinstance(seen.error, NotFiniteError)
-            assert re.search(rf"rank {victim}\b.* at step 5|[Aa]t step 5.* rank {victim}\b", said, re.DOTALL)
-            assert "on_nan='skip'" in said
-            assert f"the loss of rank {victim}" in said or re.search(
-                rf"replica \d \(ranks \[.*\b{victim}\b.*\]\)", said
+            assert isinstance(record.error, NotFiniteError)
+            assert re.search(rf"rank {victim}\b.* at step 5|[Aa]t step 5.* rank {victim}\b", message, re.DOTALL)
+            assert "on_nan='skip'" in message
+            assert f"the loss of rank {victim}" in message or re.search(
+                rf"replica \d \(ranks \[.*\b{victim}\b.*\]\)", message
             )
-            assert "'net." in said or "replica" not in said
-            assert "too large for the wire" not in said
+            assert "'net." in message or "replica" not in message
+            assert "too large for the wire" not in message
         else:
-            assert isinstance(seen.error, NotFiniteError | CommunicationError)
-            assert f"rank {victim}" in said or f"ranks [{victim}]" in said
-            assert "too large for the wire" not in said
-            assert seen.weights.isfinite().all()
+            assert isinstance(record.error, NotFiniteError | CommunicationError)
+            assert f"rank {victim}" in message or f"ranks [{victim}]" in message
+            assert "too large for the wire" not in message
+            assert record.weights.isfinite().all()
     assert list(folder.glob("*.ckpt"))
     assert all(consensus(path).isfinite().all() for path in folder.glob("*.ckpt"))
 
@@ -284,18 +284,18 @@ def test_a_loss_that_is_not_finite_ends_the_fit_before_it_spreads(tmp_path: Path
     check_broken(name, job(broken, name, tmp_path), tmp_path)
 
 
-def left_out(name: str) -> Seen:
-    """The same, with what is not finite left out."""
+def left_out(name: str) -> Record:
+    """The same fit, with a loss that is not finite left out."""
     return fit(name, model=Exploding(name), options={"on_nan": "skip"})
 
 
-def check_left_out(name: str, ranks: list[Seen]) -> None:
+def check_left_out(name: str, ranks: list[Record]) -> None:
     trained(ranks, name)
-    assert all(seen.error is None and seen.steps == STEPS for seen in ranks)
-    assert all(weights.isfinite().all() for seen in ranks for weights in seen.path[-4:])
-    said = [text for seen in ranks for text in seen.said if "left out" in text or "do not count" in text]
-    assert said
-    assert all(str(explodes(name)) in text for text in said)
+    assert all(record.error is None and record.steps == STEPS for record in ranks)
+    assert all(weights.isfinite().all() for record in ranks for weights in record.path[-4:])
+    messages = [text for record in ranks for text in record.messages if "left out" in text or "do not count" in text]
+    assert messages
+    assert all(str(explodes(name)) in text for text in messages)
 
 
 @rows(BREAK)
@@ -306,7 +306,7 @@ def test_a_loss_that_is_not_finite_is_left_out_if_asked_for(name: str) -> None:
 # -- a rank is lost ------------------------------------------------------------------------------------------
 
 MOMENTS = {"before": 0, "within": 1, "after": 2, "fails": 2}  # an exchange, or in a step; and who is lost
-DIED, FAILED = "has ended without an error message", "failed with StruckError: struck"
+DIED, FAILED = "has ended without an error message", "failed with InjectedError: injected"
 KEPT = [
     name
     for name in among("diloco/fragments", "diloco/int4", "diloco_async/int4", "diloco_async/quorum", "slowmo")
@@ -314,11 +314,11 @@ KEPT = [
 ]
 
 
-class StruckError(Exception):
-    """What goes wrong on a rank."""
+class InjectedError(Exception):
+    """Failure of a rank."""
 
 
-class Struck(Model):
+class FailsInStep(Model):
     """A rank fails in a step."""
 
     def __init__(self, row: Row, rank: int) -> None:
@@ -327,7 +327,7 @@ class Struck(Model):
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         if int(os.environ["RANK"]) == self.rank and self.trainer.global_step == 9:
-            raise StruckError("struck")
+            raise InjectedError("injected")
         return super().training_step(batch, batch_idx)
 
 
@@ -361,17 +361,17 @@ class Killed(pl.Callback):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def lost(name: str, moment: str) -> Seen:
+def lost(name: str, moment: str) -> Record:
     """A fit in which a rank is lost; the others go on."""
     options, row = {"on_peer_loss": "continue", "balance": "off", "grace": 20.0}, ALL[name]
     if moment == "fails":
-        return fit(name, model=Struck(row, MOMENTS[moment]), options=options)
+        return fit(name, model=FailsInStep(row, MOMENTS[moment]), options=options)
     killed = Killed(MOMENTS[moment], row.period * (1 if moment == "before" else 2), moment)
     return fit(name, killed, model=Model(row, scheduled=False), options=options)
 
 
 def rest_of(outcomes: list[Outcome], *without: int) -> list[Any]:
-    """What the others have seen."""
+    """Results of the other ranks."""
     rest = [outcome for rank, outcome in enumerate(outcomes) if rank not in without]
     assert all(outcome.value for outcome in rest), "\n".join(outcome.trace for outcome in rest)
     return [outcome.value for outcome in rest]
@@ -379,38 +379,38 @@ def rest_of(outcomes: list[Outcome], *without: int) -> list[Any]:
 
 def check_lost(name: str, moment: str, outcomes: list[Outcome]) -> None:
     rank, how = MOMENTS[moment], FAILED if moment == "fails" else DIED
-    assert outcomes[rank].exitcode == -signal.SIGKILL or isinstance(outcomes[rank].error, StruckError)
+    assert outcomes[rank].exitcode == -signal.SIGKILL or isinstance(outcomes[rank].error, InjectedError)
     rest = rest_of(outcomes, rank)
     trained(rest, name)
-    for number, seen in enumerate(rest):
-        assert seen.error is None
-        assert seen.number == (number, 2)
-        assert seen.steps == STEPS
-        [loss] = seen.losses
+    for number, record in enumerate(rest):
+        assert record.error is None
+        assert record.number == (number, 2)
+        assert record.steps == STEPS
+        [loss] = record.losses
         assert loss.lost.keys() == {rank}
         assert loss.lost[rank].startswith(how)
-        [told] = [text for text in seen.said if "Training goes on" in text]
-        assert f"rank {rank} {how}" in told
-        assert f"after step {loss.step};" in told
+        [message] = [text for text in record.messages if "Training goes on" in text]
+        assert f"rank {rank} {how}" in message
+        assert f"after step {loss.step};" in message
     if name in ("hetero_ddp", "hetero_node", "hetero_diloco"):  # where all meet, they are alike
-        paths = [dict(zip(seen.ends, seen.path, strict=True)) for seen in rest]
+        paths = [dict(zip(record.ends, record.path, strict=True)) for record in rest]
         steps = [step for step in range(EPOCH, STEPS + 1) if step % ALL[name].period == 0]
         assert all(torch.equal(paths[0][step], paths[1][step]) for step in steps)
     if name == "hetero_ddp":
         check_exact(rest)
 
 
-def check_exact(rest: list[Seen]) -> None:
-    """One process that takes the same samples, those of the lost rank until it was lost included, gets there."""
+def check_exact(rest: list[Record]) -> None:
+    """Check the weights against one process on the same samples; these include the lost rank's until its loss."""
     batches, step = [], rest[0].losses[0].step
     for number in range(STEPS):
         whole = order(number // EPOCH)[BATCH * (number % EPOCH) :][:BATCH]
-        taken = [i for seen in rest for i in seen.rows[number]]
+        taken = [i for record in rest for i in record.rows[number]]
         assert set(taken) <= set(whole)
         batches.append(whole if number < step else taken)
     assert rest[0].losses[0].samples == sum(BATCH - len(batch) for batch in batches) > 0
     assert all(len(batch) == BATCH for batch in batches[step + 3 :])  # beyond those that had been drawn
-    assert any(f"{rest[0].losses[0].samples} samples that they had still to take" in text for text in rest[0].said)
+    assert any(f"{rest[0].losses[0].samples} samples that they had still to take" in text for text in rest[0].messages)
     assert (rest[0].weights - one_process(batches)).abs().max() < 1e-10
 
 
@@ -420,18 +420,18 @@ def test_the_others_go_on_when_a_rank_is_lost(name: str, moment: str) -> None:
     check_lost(name, moment, attempt(lost, 3, name, moment, nodes=[1, 1, 1], timeout=60))
 
 
-def failed(name: str) -> Seen:
+def failed(name: str) -> Record:
     """A fit that ends when the first rank fails, which hosts centers."""
-    return fit(name, model=Struck(ALL[name], 0))
+    return fit(name, model=FailsInStep(ALL[name], 0))
 
 
 @rows(ROWS)
 def test_an_error_of_one_rank_ends_the_fit_on_all(name: str) -> None:
     outcomes = attempt(failed, 3, name, nodes=list(ALL[name].nodes), timeout=60)
-    assert isinstance(outcomes[0].error, StruckError)
-    for seen in rest_of(outcomes, 0):
-        assert isinstance(seen.error, CommunicationError)
-        assert f"rank 0 {FAILED}" in str(seen.error)
+    assert isinstance(outcomes[0].error, InjectedError)
+    for record in rest_of(outcomes, 0):
+        assert isinstance(record.error, CommunicationError)
+        assert f"rank 0 {FAILED}" in str(record.error)
     assert not any(outcome.late or outcome.exitcode for outcome in outcomes)
 
 
@@ -439,7 +439,7 @@ def test_an_error_of_one_rank_ends_the_fit_on_all(name: str) -> None:
 
 
 class Terminated(pl.Callback):
-    """Rank 1 is told to stop after a step, and gives the others time to hear of it."""
+    """Sends SIGTERM to rank 1 after a step, and gives the others time to notice."""
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         if trainer.global_rank == 1 and trainer.global_step == 5:
@@ -447,8 +447,8 @@ class Terminated(pl.Callback):
             time.sleep(0.5)
 
 
-def terminated(name: str, folder: Path) -> tuple[Seen, Seen, Seen]:
-    """A fit, the same one told to stop, and the one that goes on."""
+def terminated(name: str, folder: Path) -> tuple[Record, Record, Record]:
+    """A fit, the same fit with SIGTERM, and the fit that resumes from there."""
     settings: dict[str, Any] = {"validates": True, "val_check_interval": 4}
     whole = fit(name, **settings)
     last = [ModelCheckpoint(folder, save_top_k=0, save_last=True) for _ in range(2)]
@@ -456,7 +456,7 @@ def terminated(name: str, folder: Path) -> tuple[Seen, Seen, Seen]:
     return whole, first, fit(name, last[1], resume="last", **settings)
 
 
-def check_terminated(name: str, ranks: list[tuple[Seen, Seen, Seen]], folder: Path) -> None:
+def check_terminated(name: str, ranks: list[tuple[Record, Record, Record]], folder: Path) -> None:
     [step] = {first.steps for _, first, _ in ranks}
     assert 5 <= step < STEPS
     files = [path.name for path in folder.iterdir() if path.is_file()]
@@ -511,16 +511,16 @@ class Freezes(pl.Callback):
         pl_module.backbone.requires_grad_(trainer.current_epoch != 1)
 
 
-def changed(name: str, change: Any, folder: Path) -> tuple[Seen, Seen]:
-    """A fit in which a layer begins to train, or stands still for a while; and the one that goes on within."""
+def changed(name: str, change: Any, folder: Path) -> tuple[Record, Record]:
+    """A fit in which a layer begins to train, or is frozen for a while; and a fit that resumes from within."""
     path = str(folder / "saved.ckpt")
     whole = fit(name, change(), Save(path, MIDDLE, False), model=Model(ALL[name], scheduled=False), max_epochs=3)
     return whole, fit(name, change(), model=Model(ALL[name], scheduled=False), resume=path, max_epochs=3)
 
 
-def check_changed(name: str, change: Any, ranks: list[tuple[Seen, Seen]]) -> None:
+def check_changed(name: str, change: Any, ranks: list[tuple[Record, Record]]) -> None:
     row, begin = ALL[name], parameters(Model(ALL[name]))
-    still = parameters(Model(row).backbone).numel()  # its parameters come first
+    still = parameters(Model(row).backbone).numel()  # the backbone's parameters come first
     for number in range(2):
         alike([found[number] for found in ranks])
         assert (ranks[0][number].weights != begin).all()
@@ -535,7 +535,7 @@ def check_changed(name: str, change: Any, ranks: list[tuple[Seen, Seen]]) -> Non
         else:
             assert all(torch.equal(weights, first[EPOCH][:still]) for weights in path[EPOCH : 2 * EPOCH])
             assert not torch.equal(path[2 * EPOCH], path[2 * EPOCH - 1])
-    if change is Freezes and row.mean and row.repeats and "daso" not in name:  # whose exchange under way ends there
+    if change is Freezes and row.mean and row.repeats and "daso" not in name:  # DASO's exchange ends there
         of_all = zip(row.shares, [whole.path[EPOCH - 1][:still] for whole, _ in ranks], strict=True)
         assert (
             first[EPOCH][:still] - sum(share * path for share, path in of_all) / sum(row.shares)
@@ -564,7 +564,7 @@ def of_stream(rank: int) -> list[int]:
 
 
 class Shard(IterableDataset):
-    """Every rank's own samples; tells where it stands."""
+    """The samples of each rank; the stream saves its position."""
 
     def __init__(self) -> None:
         self.at = 0
@@ -595,14 +595,14 @@ class SizedShard(IterableDataset):
 
 
 class Whole(IterableDataset):
-    """What all ranks read alike."""
+    """A stream that all ranks read alike."""
 
     def __iter__(self) -> Iterator[Any]:
         data = dataset(SAMPLES)
         return (data[i] for i in range(SAMPLES))
 
 
-def streamed(name: str, folder: Path) -> dict[str, Seen]:
+def streamed(name: str, folder: Path) -> dict[str, Record]:
     """Fits on data that users have split, by a sampler of their own or in streams, and on a stream that all share."""
     warnings.filterwarnings("ignore", "'set_vital' is deprecated")  # torchdata calls it
     options, model = {"balance": "off", "global_batch_size": None}, partial(Model, ALL[name], scheduled=False)
@@ -621,7 +621,7 @@ def streamed(name: str, folder: Path) -> dict[str, Seen]:
     return found
 
 
-def check_streamed(name: str, ranks: list[dict[str, Seen]]) -> None:
+def check_streamed(name: str, ranks: list[dict[str, Record]]) -> None:
     for part in ranks[0]:
         trained([found[part] for found in ranks], name)
     for rank, found in enumerate(ranks):
@@ -660,7 +660,7 @@ def test_data_that_users_have_split_stay_as_they_are(tmp_path: Path, name: str) 
 
 # -- a rank joins --------------------------------------------------------------------------------------------
 
-#: Where all begin with the mean of the replicas; a center would be behind it.
+#: Strategies with which all begin from the mean of the replicas; a center would be older.
 LIKE_THE_MEAN = [name for name in KEPT if ALL[name].mean or "easgd" in name]
 
 
@@ -682,7 +682,7 @@ class Grows(pl.Callback):
             time.sleep(0.05)
 
 
-def grown(name: str, folder: Path) -> Seen:
+def grown(name: str, folder: Path) -> Record:
     """A fit that another process joins."""
     file, until = folder / "job", time.monotonic() + 60
     while os.environ.get(LATE) and not file.exists() and time.monotonic() < until:
@@ -693,20 +693,20 @@ def grown(name: str, folder: Path) -> Seen:
     return fit(name, Grows(), model=Model(ALL[name], scheduled=False), options=options, max_epochs=1000)
 
 
-def check_grown(name: str, ranks: list[Seen]) -> None:
+def check_grown(name: str, ranks: list[Record]) -> None:
     trained(ranks, name)
-    [step] = {seen.starts[-1][0] for seen in ranks}
-    assert [seen.starts[-1][1:] for seen in ranks] == [(0, 3), (1, 3), (2, 3)]
-    assert [len(seen.starts) for seen in ranks] == [2, 2, 1]
-    assert {seen.steps for seen in ranks} == {step + 5}
-    begun = [seen.begun[-1] for seen in ranks]
+    [step] = {record.starts[-1][0] for record in ranks}
+    assert [record.starts[-1][1:] for record in ranks] == [(0, 3), (1, 3), (2, 3)]
+    assert [len(record.starts) for record in ranks] == [2, 2, 1]
+    assert {record.steps for record in ranks} == {step + 5}
+    begun = [record.begun[-1] for record in ranks]
     assert all(torch.equal(one, begun[0]) for one in begun)
     assert not torch.equal(begun[0], ranks[0].weights)
-    last = [dict(zip(seen.ends, seen.last, strict=True)) for seen in ranks[:2]]
-    assert all(torch.equal(seen.momenta[-1], last[rank][step]) for rank, seen in enumerate(ranks[:2]))  # its own
+    last = [dict(zip(record.ends, record.last, strict=True)) for record in ranks[:2]]
+    assert all(torch.equal(record.momenta[-1], last[rank][step]) for rank, record in enumerate(ranks[:2]))  # its own
     assert torch.equal(ranks[2].momenta[-1], last[0][step])  # that of the first
     if name in LIKE_THE_MEAN:
-        of_all = mean([1.0, 1.0], [dict(zip(seen.ends, seen.path, strict=True))[step] for seen in ranks[:2]])
+        of_all = mean([1.0, 1.0], [dict(zip(record.ends, record.path, strict=True))[step] for record in ranks[:2]])
         assert (begun[0] - of_all).abs().max() < 1e-12
     if name == "hetero_ddp":
         batches = [order(number // EPOCH)[BATCH * (number % EPOCH) :][:BATCH] for number in range(step + 5)]

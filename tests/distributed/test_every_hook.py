@@ -16,12 +16,12 @@ from ranks import run
 from tasks import GanLike, Net, dataset, train
 from torch.utils.data import DataLoader
 
-#: Of a module; those of a callback are the names in :class:`LambdaCallback`.
+#: Hooks of a module; those of a callback are the names in :class:`LambdaCallback`.
 HOOKS = [name for name in (*vars(ModelHooks), *vars(DataHooks)) if name.startswith("on_") or "transfer_batch" in name]
 HOOKS += ["training_step", "optimizer_step", "optimizer_zero_grad", "lr_scheduler_step", "backward"]
 HOOKS += ["configure_gradient_clipping", "clip_gradients"]
 
-#: 17 samples in global batches of 8: of the last batch one rank of two has no sample.
+#: 17 samples in global batches of 8: in the last batch one rank of two has no sample.
 SAMPLES, STEPS = 17, 3
 
 

@@ -20,7 +20,7 @@ WORKERS = {"num_workers": 2, "persistent_workers": True}
 
 
 class SparseTokens(Net):
-    """A mean over tokens, of which many samples have none: a rank's own mean may be 0 / 0."""
+    """A mean over tokens; many samples have none, and a rank's own mean may be 0 / 0."""
 
     def loss(self, batch: Any) -> torch.Tensor:
         x, y, length, _ = batch
@@ -54,7 +54,7 @@ class Thaw(BaseFinetuning):
 
 
 class Thawing(Net):
-    """Its optimizer begins with what is trainable."""
+    """Optimizes only the parameters that are trainable at first."""
 
     def configure_callbacks(self) -> Any:
         return [Thaw()]
@@ -107,7 +107,7 @@ SINGLE: dict[str, Any] = {"make": FLOATS, "both": {"dtype": torch.float32}}
 
 
 def accumulated(samples: int) -> dict[str, Case]:
-    """With clipping. After 101 samples the last window is short; of 98 the last batch has 2, for 3 ranks."""
+    """Cases with clipping. With 101 samples the last window is short; with 98 the last batch has 2, for 3 ranks."""
     changes = {2: [4.0, 1.0, 2.0], 12: [1.0, 0.0, 1.0]}
     options = {"samples": samples, "gradient_clip_val": 0.1}
     return {

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 from lightning_hetero import DASOStrategy, EASGDAsyncStrategy, GossipStrategy
 
 STATUS = 7
-#: Strategies, and in which of its steps (from 0) a rank freezes the other, or not, and fails: something is under way.
+#: Strategy, options, and the steps (from 0) at which a rank freezes the other, if it does, and fails in an exchange.
 DASO: dict[str, Any] = {"warmup": 0, "cooldown": 0, "global_every": 4, "wait": 4}
 KINDS: dict[str, tuple[Any, dict[str, Any], int | None, int]] = {
     "daso, which waits": (DASOStrategy, DASO, 3, 4),
@@ -30,7 +30,7 @@ KINDS: dict[str, tuple[Any, dict[str, Any], int | None, int]] = {
 
 
 class Freezes(Net):
-    """Rank 1 freezes rank 0 at a step, if at all, and fails at another."""
+    """Freezes rank 0 at a step, if given, and fails at another; both on rank 1."""
 
     def __init__(self, freezes: int | None, fails: int) -> None:
         super().__init__()

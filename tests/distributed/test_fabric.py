@@ -1,4 +1,4 @@
-"""``hetero_ddp`` under Fabric: a loop as LitGPT's comes to what one process comes to; what is refused."""
+"""``hetero_ddp`` under Fabric: a loop like LitGPT's gives the weights of one process; and the errors."""
 
 import os
 from collections.abc import Callable

@@ -10,7 +10,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from faults import DIED, Seen, Strike, Struck, fit, strike, went_on
+from faults import DIED, Fault, FaultyNet, Record, fit, fit_with_faults, went_on
 from lightning.pytorch.callbacks import ModelCheckpoint
 from tasks import FAST, Net, dataset
 from torch.utils.data import DataLoader
@@ -28,42 +28,42 @@ class Killed(pl.Callback):
         self.rank, self.calls, self.first = rank, 0, 1 if later else 0
         setattr(self, hook, self._called)
 
-    def _called(self, trainer: pl.Trainer, module: Struck, *_: Any) -> None:
+    def _called(self, trainer: pl.Trainer, module: FaultyNet, *_: Any) -> None:
         self.calls += 1
         if os.environ["RANK"] == str(self.rank) and self.calls > self.first:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _validates(folder: str, name: str, strikes: list[Strike], options: dict[str, Any]) -> Seen:
-    callbacks = [Killed(strikes[0].rank, "on_validation_batch_end", later=True)]
+def _validates(folder: str, name: str, faults: list[Fault], options: dict[str, Any]) -> Record:
+    callbacks = [Killed(faults[0].rank, "on_validation_batch_end", later=True)]
     settings = {"limit_val_batches": 1.0, "num_sanity_val_steps": 0, "callbacks": callbacks}
-    return fit(folder, name, strikes, options, **settings)
+    return fit(folder, name, faults, options, **settings)
 
 
 @pytest.mark.long(after=1)
 @pytest.mark.parametrize("name", FEW)
 def test_a_rank_that_is_killed_while_it_validates(tmp_path: Path, name: str) -> None:
     rank = len(name) % 3
-    went_on(strike(tmp_path, name, [Strike(rank, -1, "killed")], run=_validates), {rank: DIED})
+    went_on(fit_with_faults(tmp_path, name, [Fault(rank, -1, "killed")], run=_validates), {rank: DIED})
 
 
-def _begins(folder: str, name: str, strikes: list[Strike], options: dict[str, Any], hook: str) -> Seen:
-    callbacks = [Killed(strikes[0].rank, hook)]
-    return fit(folder, name, strikes, options, limit_val_batches=2, num_sanity_val_steps=2, callbacks=callbacks)
+def _begins(folder: str, name: str, faults: list[Fault], options: dict[str, Any], hook: str) -> Record:
+    callbacks = [Killed(faults[0].rank, hook)]
+    return fit(folder, name, faults, options, limit_val_batches=2, num_sanity_val_steps=2, callbacks=callbacks)
 
 
 @pytest.mark.parametrize(
     ("name", "hook"), [("ddp", "on_validation_batch_end"), ("node", "on_fit_start"), ("gossip", "on_sanity_check_end")]
 )
 def test_a_rank_that_is_killed_before_training_starts_ends_all(tmp_path: Path, name: str, hook: str) -> None:
-    outcomes = strike(tmp_path, name, [Strike(2, -1, "killed")], run=_begins, settings={"hook": hook})
+    outcomes = fit_with_faults(tmp_path, name, [Fault(2, -1, "killed")], run=_begins, settings={"hook": hook})
     for outcome in outcomes[:2]:
         assert isinstance(outcome.error, CommunicationError), outcome.trace
         assert f"rank 2 {DIED}" in str(outcome.error)
 
 
-def _saves(folder: str, name: str, strikes: list[Strike], options: dict[str, Any], full: bool) -> Seen:
-    """Saves after steps 4 and 8; rank 0 writes half of the second one."""
+def _saves(folder: str, name: str, faults: list[Fault], options: dict[str, Any], full: bool) -> Record:
+    """Fit with saves after steps 4 and 8; rank 0 writes half of the second one."""
     write = torch.save
 
     def half(value: Any, file: Any, *args: Any, **kwargs: Any) -> None:
@@ -78,13 +78,13 @@ def _saves(folder: str, name: str, strikes: list[Strike], options: dict[str, Any
     if os.environ["RANK"] == "0":
         torch.save = half
     saving = ModelCheckpoint(f"{folder}/saved", filename="{step}", save_top_k=-1, every_n_train_steps=4)
-    return fit(folder, name, strikes, options, callbacks=[saving], enable_checkpointing=True)
+    return fit(folder, name, faults, options, callbacks=[saving], enable_checkpointing=True)
 
 
 @pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
 @pytest.mark.parametrize("name", ["ddp"])
 def test_a_rank_that_is_killed_while_it_saves(tmp_path: Path, name: str) -> None:
-    outcomes = strike(tmp_path, name, [Strike(0, -1, "killed")], run=_saves, settings={"full": False})
+    outcomes = fit_with_faults(tmp_path, name, [Fault(0, -1, "killed")], run=_saves, settings={"full": False})
     rest = went_on(outcomes, {0: DIED})
     files = sorted(path for path in (tmp_path / "saved").iterdir() if path.suffix == ".ckpt")
     saved = {path.name: torch.load(path, weights_only=True) for path in files}
@@ -100,14 +100,14 @@ def test_a_rank_that_is_killed_while_it_saves(tmp_path: Path, name: str) -> None
 
 @pytest.mark.parametrize("name", ["ddp", "node"])
 def test_a_full_disk_ends_all_and_leaves_the_checkpoint_before(tmp_path: Path, name: str) -> None:
-    for outcome in strike(tmp_path, name, [], run=_saves, settings={"full": True}):
+    for outcome in fit_with_faults(tmp_path, name, [], run=_saves, settings={"full": True}):
         assert isinstance(outcome.error, CheckpointError), outcome.trace
         assert "No space left on device" in str(outcome.error)
     assert torch.load(tmp_path / "saved" / "step=4.ckpt", weights_only=True)["global_step"] == 4
 
 
 class Waits(pl.Callback):
-    """Rank 2 goes on from step 5 once rank 0 could not write the checkpoint of step 4: it is lost after that."""
+    """Rank 2 waits at step 5 until rank 0 has failed to write the checkpoint of step 4, and is lost after that."""
 
     def __init__(self, there: Path) -> None:
         self.there = there
@@ -119,8 +119,8 @@ class Waits(pl.Callback):
             time.sleep(0.01)
 
 
-def _saves_beside(folder: str, name: str, strikes: list[Strike], options: dict[str, Any]) -> Seen:
-    """Saves after every fourth step, beside the training; rank 0 cannot write the first one."""
+def _saves_beside(folder: str, name: str, faults: list[Fault], options: dict[str, Any]) -> Record:
+    """Fit with a save after every fourth step, in the background; rank 0 cannot write the first one."""
     write = torch.save
 
     def full(value: Any, *args: Any, **kwargs: Any) -> None:
@@ -133,12 +133,12 @@ def _saves_beside(folder: str, name: str, strikes: list[Strike], options: dict[s
     if os.environ["RANK"] == "0":
         torch.save = full
     saving = ResumableCheckpoint(f"{folder}/saved", every_n_steps=4)
-    return fit(folder, name, strikes, options, callbacks=[saving, Waits(there)], enable_checkpointing=True)
+    return fit(folder, name, faults, options, callbacks=[saving, Waits(there)], enable_checkpointing=True)
 
 
 @pytest.mark.parametrize("name", ["ddp", "gossip_async"])
 def test_what_could_not_be_written_before_a_loss_is_heard_after_it(tmp_path: Path, name: str) -> None:
-    outcomes = strike(tmp_path, name, [Strike(2, 6, "killed")], run=_saves_beside)
+    outcomes = fit_with_faults(tmp_path, name, [Fault(2, 6, "killed")], run=_saves_beside)
     for outcome in outcomes[:2]:
         assert isinstance(outcome.error, CheckpointError), outcome.trace
         assert "No space left on device" in str(outcome.error)

@@ -91,7 +91,7 @@ def test_when_a_rank_that_lightning_started_fails_its_name_is_said(tmp_path: Pat
         "        return self.net",
     )
     (tmp_path / "train.py").write_text(script)
-    # A process that ends as Python does: what it says at its exit counts.
+    # A process that ends as Python does, as its output at the exit counts.
     done = subprocess.run(
         [sys.executable, "train.py"], cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False
     )

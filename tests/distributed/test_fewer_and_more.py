@@ -1,4 +1,4 @@
-"""A job that goes on with fewer or more ranks: the same global batches, each sample once, every replica's optimizer."""
+"""A job that resumes with fewer or more ranks: same global batches, each sample once, each replica's optimizer."""
 
 import warnings
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ from lightning_hetero import (
 from lightning_hetero.algorithms.diloco import OuterAverager
 from lightning_hetero.callbacks.resumable import ResumableCheckpoint
 
-AT = 10  # the step it is saved at; never the last of an epoch
+AT = 10  # the step of the checkpoint; never the last of an epoch
 DASO = {"warmup": 1, "cooldown": 0, "global_every": 4, "wait": 1, "schedule_every_n_steps": 5}
 APART = [(DiLoCoStrategy, {"tau": 4}), (DASOStrategy, DASO)]
 
@@ -34,7 +34,7 @@ class Numbers(IterableDataset):
 
 
 class Begun(pl.Callback):
-    """What there is when training starts."""
+    """Keeps the momenta and the schedule's best loss when training starts."""
 
     def on_train_start(self, trainer: pl.Trainer, module: Any) -> None:
         self.momenta = _momenta(trainer.optimizers[0])

@@ -1,4 +1,4 @@
-"""Whatever the strategy, when a rank is killed or fails, the error of every other rank names it."""
+"""If a rank is killed or fails, the error of every other rank names it, for any strategy."""
 
 import os
 import signal

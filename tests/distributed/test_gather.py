@@ -20,7 +20,7 @@ SHARES = [3.0, 1.0]
 
 
 class Contrast(Net):
-    """Each sample's two views must find each other among those of all samples, as in SimCLR."""
+    """A contrastive loss as in SimCLR: each sample's two views must find each other among those of all samples."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -29,7 +29,7 @@ class Contrast(Net):
         self.shapes: list[tuple[int, ...]] = []
 
     def everybodys(self, views: Tensor) -> tuple[Tensor, int]:
-        """The views of all samples, and where this rank's begin."""
+        """The views of all samples, and the position of this rank's first one."""
         gathered = self.all_gather(views, sync_grads=True)
         self.shapes.append(tuple(gathered.shape))
         counts = self.all_gather(torch.tensor(len(views)))
@@ -67,7 +67,7 @@ def test_a_contrastive_loss_over_uneven_shares_is_that_of_one_process() -> None:
 
 
 class Collections(Net):
-    """What else can be gathered, and what cannot."""
+    """Gathers other collections and tensors, and some that cannot be gathered."""
 
     def on_train_start(self) -> None:
         rank = self.global_rank

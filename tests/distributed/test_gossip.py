@@ -1,4 +1,4 @@
-"""Gossip comes to the weighted mean of where replicas began, by the matrices of its rounds, without a collective."""
+"""Gossip converges to the weighted mean of the replicas' starts, by the matrices of its rounds, without collectives."""
 
 import time
 from functools import partial
@@ -43,7 +43,7 @@ def weighted(starts: list[float], shares: list[float]) -> float:
 
 
 class Keep(pl.Callback):
-    """What the averager knows at the end, which is after replicas have become equal."""
+    """Keeps the averager's counts and status at the end, after replicas have become equal."""
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
         averager = trainer.strategy.averager
@@ -52,21 +52,21 @@ class Keep(pl.Callback):
 
 
 class Pause(pl.Callback):
-    """A moment per step, so that those who meet by chance do."""
+    """A short pause in each step, so that first-come partners meet."""
 
     def on_train_batch_start(self, *_: Any) -> None:
         time.sleep(0.004)
 
 
 class Drift(Line):
-    """Its loss is linear, so each replica moves at a speed of its own, whatever the data."""
+    """Linear loss: each replica moves at a speed of its own, whatever the data."""
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         return (self.w * (self.global_rank + 1)).sum()
 
 
 def each(cases: list[Case], make: Any, callbacks: Any = (), **common: Any) -> list[dict[str, Any]]:
-    """A fit of each case."""
+    """Results of a fit for each case."""
     results = []
     for kind, options in cases:
         keep = Keep()
@@ -119,7 +119,7 @@ def _one_hot(cases: list[Case]) -> list[torch.Tensor]:
 
 
 def by_weight(rule: Rule, n: int, turn: int, shares: list[float]) -> np.ndarray:
-    """The mixing of weighted pairs."""
+    """The mixing matrix of weighted pairs."""
     mixing = np.eye(n)
     for i, to in enumerate(rule(n, turn, 3)):
         for j in to:
@@ -186,7 +186,7 @@ def test_the_weighted_mean_moves_as_steps_say() -> None:
 
 
 class NoCollectives(pl.Callback):
-    """From the second batch of an epoch to its last but one nobody may wait for all."""
+    """Lets collectives fail from the second batch of an epoch to its last but one."""
 
     NAMES = ("all_reduce", "broadcast", "all_gather", "all_gather_object", "all_gather_into_tensor", "barrier",
              "gather", "gather_object", "reduce", "scatter", "reduce_scatter", "broadcast_object_list", "all_to_all",
@@ -231,7 +231,7 @@ def test_the_control_has_collectives() -> None:
 
 
 class Sleeper(pl.Callback):
-    """Rank 2 sleeps in mid-epoch; all note when they have taken steps and exchanged."""
+    """Rank 2 sleeps within an epoch; all keep the times of their steps and their numbers of exchanges."""
 
     def __init__(self) -> None:
         self.slept, self.times, self.met = (0.0, 0.0), [], []

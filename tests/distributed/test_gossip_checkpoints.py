@@ -1,4 +1,4 @@
-"""What gossip holds in sum: saving, resuming, validating and stopping lose nothing of it."""
+"""Conserved sums of gossip: saving, resuming, validating and stopping lose nothing of them."""
 
 import time
 import warnings
@@ -24,7 +24,7 @@ GOAL = torch.tensor(START) + (6 * 8.0 - 4 * 4.0) / 12
 
 
 class Save(pl.Callback):
-    """Saves after a step; ranks were of different speed until then."""
+    """Saves after a step; until then ranks have different speeds."""
 
     def __init__(self, path: str, at: int) -> None:
         self.path, self.at = path, at
@@ -46,7 +46,7 @@ def _saved_and_resumed(path: str, kind: Any, options: dict[str, Any]) -> Any:
 
 
 class Gap(GossipAsyncStrategy):
-    """Rank 2 is late to say what it holds, as a slow rank may be; nobody exchanges until the others have."""
+    """Rank 2 is late to report its state for a save; no rank exchanges before the others have reported, too."""
 
     def make_averager(self) -> Any:
         averager = super().make_averager()
@@ -80,7 +80,7 @@ class Gap(GossipAsyncStrategy):
         (GossipPushSumStrategy, {"topology": "exponential", "deadline": 0.01}),
         (GossipPushSumStrategy, {"wire": "bf16"}),
         (GossipAsyncStrategy, {"wire": "bf16"}),
-        (Gap, {"every_n_steps": 4}),  # who has said what it holds must not exchange with those who have not
+        (Gap, {"every_n_steps": 4}),  # a rank that has reported its state must not exchange with one that has not
     ],
 )
 def test_sums_are_kept_through_a_checkpoint(tmp_path: Path, kind: Any, options: dict[str, Any]) -> None:
@@ -98,7 +98,7 @@ def test_sums_are_kept_through_a_checkpoint(tmp_path: Path, kind: Any, options: 
             total += state["x"][0] / 3
             weight += sum(state["weights"])
             for *_, part, vectors in state["mail"]:
-                if part == 0:  # it says only which round its sender has reached
+                if part == 0:  # it only has the round that its sender has reached
                     continue
                 total += (vectors[0].double() + (part * torch.tensor(START) if "wire" in options else 0.0)) / 3
                 weight += part

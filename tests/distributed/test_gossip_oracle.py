@@ -1,4 +1,4 @@
-"""Gossip against NumPy, which shares nothing with it but the list of who meets whom."""
+"""Gossip against NumPy, which shares only the list of partners with it."""
 
 from itertools import pairwise
 from typing import Any
@@ -18,11 +18,11 @@ Steps = list[list[np.ndarray]]
 
 
 def batches(nodes: list[int]) -> tuple[Steps, np.ndarray]:
-    """The rows that each replica takes at each step, and its planned samples."""
+    """The rows of each replica at each step, and its planned number of samples."""
     firsts = np.cumsum([0, *nodes])
 
     def of_nodes(size: int, turn: int) -> list[int]:
-        # Ranks that do not meet at every step get in turn what is left over.
+        # Ranks that do not meet at every step get the remainder in turn.
         parts = in_turn(size, SPEEDS, turn) if len(nodes) == WORLD else split(size, SPEEDS)
         return [sum(parts[a:b]) for a, b in pairwise(firsts)]
 
@@ -101,7 +101,7 @@ def push_sum(
 
 
 def irregular(n: int, turn: int, seed: int) -> Sends:
-    """Some send more than others, and get more."""
+    """Sends of a round in which peers send to, and receive from, different numbers of others."""
     return [(1,), (0, 2), (0,)][:n] if turn % 2 else [(1, 2), (2,), (1,)][:n]
 
 
@@ -113,7 +113,7 @@ class Irregular(GossipPushSumStrategy):
 
 
 class Starts(Line):
-    """Begins elsewhere on each rank."""
+    """Starts from other weights on each rank."""
 
     def on_train_start(self) -> None:
         with torch.no_grad():
@@ -126,7 +126,7 @@ def _fits(cases: list[tuple[Any, dict[str, Any]]], make: Any = Line, **model: An
 
 
 def check(results: list[Any], truths: list[np.ndarray], nodes: list[int]) -> None:
-    """At every step; and at the end all are alike."""
+    """Compare the weights at every step; at the end all replicas are equal."""
     of_rank = [i for i, count in enumerate(nodes) for _ in range(count)]
     for rank, found in enumerate(results):
         for i, ((path, final), truth) in enumerate(zip(found, truths, strict=True)):
@@ -172,8 +172,8 @@ def test_push_sum_is_exact_on_an_irregular_graph() -> None:
     biased = push_sum(irregular, 1, nodes, "biased", starts, still=True)
     assert abs(biased[-1] - goal).max() > 0.1
     # Gradients alone never bring them together.
-    apart = push_sum(irregular, 1, nodes, "gradients only", starts, still=True)
-    assert abs(apart[-1] - goal).max() > 1
+    separate = push_sum(irregular, 1, nodes, "gradients only", starts, still=True)
+    assert abs(separate[-1] - goal).max() > 1
 
 
 def test_the_oracle_tells_mistakes_apart() -> None:

@@ -1,4 +1,4 @@
-"""Gossip alone, within nodes, with values that are not finite, and with late or dead peers."""
+"""Gossip of one replica, within nodes, with values that are not finite, and with late or dead peers."""
 
 import gc
 import logging
@@ -37,7 +37,7 @@ FORMS: list[tuple[Any, dict[str, Any]]] = [
 
 
 class Waits(pl.Callback):
-    """How long a peer may take to answer."""
+    """Keeps the time in which a peer must answer."""
 
     def __init__(self) -> None:
         self.seconds: list[float] = []
@@ -49,22 +49,22 @@ class Waits(pl.Callback):
 
 
 def _alone() -> Any:
-    said: list[str] = []
+    messages: list[str] = []
     handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())
+    handler.emit = lambda record: messages.append(record.getMessage())
     logging.getLogger("lightning.pytorch.utilities.rank_zero").addHandler(handler)
     waits = Waits()
     common: dict[str, Any] = {"epochs": 1, "trainer": {"callbacks": [waits]}, "timeout": 27}
     results = [fit(kind, Line(), **common, **options) for kind, options in FORMS]
     results.append(fit(GossipAsyncStrategy, Line(), **common, deadline=0.5))
-    return said, results, waits.seconds
+    return messages, results, waits.seconds
 
 
 def test_one_replica_trains_alone_and_says_so() -> None:
-    [(said, results, seconds)] = run(_alone, 1)
+    [(messages, results, seconds)] = run(_alone, 1)
     assert seconds == [*[3.0] * len(FORMS), 0.5]  # with timeout=27, in which all of an exchange must end
     for kind in (GossipStrategy, GossipPushSumStrategy, GossipAsyncStrategy):
-        assert any(f"{kind.__name__}: there is one replica" in words for words in said)
+        assert any(f"{kind.__name__}: there is one replica" in words for words in messages)
     for result in results:
         assert torch.equal(result["path"], results[0]["path"])
         assert torch.equal(result["final"], result["path"][-1])
@@ -138,7 +138,7 @@ def test_a_replica_that_is_not_finite_begins_again() -> None:
 
 
 class Naps(pl.Callback):
-    """The last rank is frozen for a while in the first epoch: from outside, so that its threads are, too."""
+    """The last rank is frozen for a while in the first epoch, from outside, so that all its threads are."""
 
     def __init__(self, seconds: float, batch: int = 4, pause: float = 0.0) -> None:
         self.seconds, self.batch, self.pause = seconds, batch, pause
@@ -175,7 +175,7 @@ def test_a_frozen_rank_is_missed_and_nothing_is_lost(kind: Any, options: dict[st
 
 
 class Watch(pl.Callback):
-    """Notes the weight after each step; and, when all have met, the weight here and that of what has come."""
+    """Keeps the weight after each step; and at the end the weight of this rank and of its waiting pushes."""
 
     def __init__(self) -> None:
         self.weights: list[float] = []
@@ -201,7 +201,7 @@ def _thawing(rates: list[float]) -> Any:
 
 
 def test_a_rank_that_thaws_has_kept_its_weight() -> None:
-    # At this rate a step of 8 times the size leads away from the goal, and one of 128 times far away.
+    # At this rate a step that is 8 times too large leads away from the goal, and one of 128 times far away.
     results = run(_thawing, 2, [0.03, 0.0], nodes=[1, 1])
     for moving, still in results:
         for found in (moving, still):
@@ -209,14 +209,14 @@ def test_a_rank_that_thaws_has_kept_its_weight() -> None:
             assert min(found["weights"]) > 1 / 8  # not halved in every round in which the other did not come
         assert moving["path"].abs().max() < 9.5  # it begins at 9, and comes nearer to the goal
         assert moving["path"][-1].abs().max() < 4
-        # Without steps what all began with must be there at the end.
+        # Without steps the mean of the starts must be left at the end.
         assert abs(still["final"] - (torch.tensor(START) + 4.0)).max() < 1e-9
     for case in range(2):
         assert abs(sum(found[case]["held"] for found in results) - 2.0) < 1e-12
 
 
 class Killed(pl.Callback):
-    """Rank 1 is gone after a few steps; the others note how long each step takes them."""
+    """Rank 1 is killed after a few steps; the others keep the time of each of their steps."""
 
     def __init__(self) -> None:
         self.times: list[float] = []

@@ -58,7 +58,7 @@ def gradients(values: list[np.ndarray], x: np.ndarray, y: np.ndarray) -> list[np
 
 
 class Encoded:
-    """Error feedback with an encoder: two replicas swap messages; more sum parts and encode the sums once more."""
+    """Error feedback with an encoder: two replicas exchange messages; more sum parts, and encode the sums again."""
 
     def __init__(self, wire: str, world: int, sizes: list[int], feedback: bool) -> None:
         self.wire, self.world, self.feedback = wire, world, feedback
@@ -66,7 +66,7 @@ class Encoded:
         self.summed = [[np.zeros(-(-size // world), np.float32) for _ in range(world)] for size in sizes]
 
     def through(self, residual: np.ndarray, *values: np.ndarray) -> np.ndarray:
-        """What arrives of a residual and of some values, added in this order: sums in fp32 depend on it."""
+        """Sum of a residual and some values as it arrives, added in this order: sums in fp32 depend on it."""
         whole = torch.tensor(sum(values, residual * np.float32(self.feedback)))
         encoding, out = encoding_of(self.wire), torch.zeros_like(whole)
         message = torch.empty(encoding.bytes(len(whole)), dtype=torch.uint8)
@@ -90,7 +90,7 @@ class Encoded:
         return np.concatenate(parts)
 
     def part(self, values: np.ndarray, residual: np.ndarray, length: int) -> np.ndarray:
-        """Through the wire, filled up with zeros."""
+        """A part as it arrives; it is filled up with zeros before the wire."""
         more = (0, length - len(values))
         left = np.pad(residual, more)
         arrived = self.through(left, np.pad(values, more))

@@ -1,4 +1,4 @@
-"""What gradients on low-bit wires leave out: conserved, in checkpoints, dropped with a warning; and bytes."""
+"""Residuals of gradients on low-bit wires: conserved, in checkpoints, dropped with a warning; and bytes."""
 
 import logging
 import math
@@ -66,11 +66,11 @@ def _fit(
     samples = dataset(72, torch.float32)
     trainer.fit(module, DataLoader(samples, batch_size=4, shuffle=True), ckpt_path=resume)
     logging.getLogger("lightning_hetero").removeHandler(logged)
-    return parameters(module), logged.said
+    return parameters(module), logged.messages
 
 
 def _means(steps: int) -> dict[str, tuple[torch.Tensor, ...]]:
-    """Of each wire: the sum of the means, of all gradients, and what is left; with the means of each step."""
+    """For each wire: the sum of the means, of all gradients, and of the residuals; with the means of each step."""
     dist.init_process_group("gloo", timeout=timedelta(seconds=30))
     group, rank, found = dist.group.WORLD, dist.get_rank(), {}
     length = sum(math.prod(shape) for shape in SHAPES)
@@ -120,8 +120,8 @@ def _resumed(folder: Path) -> list[tuple[Any, ...]]:
             del checkpoint["lightning_hetero"]["gradients"]
             torch.save(checkpoint, stripped)
         dist.barrier()
-        without, said = _fit(wire, resume=stripped)
-        found.append((whole, again, nothing, without, said))
+        without, messages = _fit(wire, resume=stripped)
+        found.append((whole, again, nothing, without, messages))
     return found
 
 
@@ -129,12 +129,12 @@ def test_resuming_in_an_epoch_is_as_if_never_stopped(tmp_path: Path) -> None:
     results = run(_resumed, 3, tmp_path)
     for number in range(2):
         for rank, result in enumerate(results):
-            whole, again, nothing, without, said = result[number]
+            whole, again, nothing, without, messages = result[number]
             assert torch.equal(whole, results[0][number][0])
             assert torch.equal(again, whole)
             assert nothing == []
             assert not torch.equal(without, whole)
-            assert len(said) == (rank == 0)
+            assert len(messages) == (rank == 0)
 
 
 @pytest.mark.parametrize("wire", ["int4", "powersgd:2"])
@@ -142,9 +142,9 @@ def test_residuals_are_dropped_when_a_rank_is_lost(wire: str) -> None:
     outcomes = attempt(_fit, 3, wire, Killed(2, 3), on_peer_loss="continue")
     assert outcomes[2].exitcode == -signal.SIGKILL
     assert all(outcome.value for outcome in outcomes[:2]), "\n".join(outcome.trace for outcome in outcomes)
-    (first, said), (second, nothing) = (outcome.value for outcome in outcomes[:2])
+    (first, messages), (second, nothing) = (outcome.value for outcome in outcomes[:2])
     assert torch.equal(first, second)
-    assert ["the ranks or the trainable parameters have changed" in words for words in said] == [True]
+    assert ["the ranks or the trainable parameters have changed" in words for words in messages] == [True]
     assert nothing == []
 
 
@@ -155,10 +155,10 @@ def _broken() -> list[tuple[torch.Tensor, list[str]]]:
 
 def test_a_gradient_that_is_not_finite_leaves_no_trace() -> None:
     results = run(_broken, 2)
-    for (first, said), (second, _) in zip(*results, strict=True):
+    for (first, messages), (second, _) in zip(*results, strict=True):
         assert first.isfinite().all()
         assert torch.equal(first, second)
-        assert ["a gradient was not finite" in words for words in said] == [True]
+        assert ["a gradient was not finite" in words for words in messages] == [True]
 
 
 def _sent(wires: list[str]) -> list[float]:

@@ -35,17 +35,17 @@ def one_process(epochs: int, batch: int) -> torch.Tensor:
 @pytest.mark.parametrize(("first", "late"), [(1, 1), (2, 2)])
 def test_a_job_that_grows_is_exact(first: int, late: int, tmp_path: Path) -> None:
     """No sample is taken twice or left out where others join: the weights are those of one process."""
-    seen = values(grow(first, late, fit, "HeteroDDPStrategy", {"balance": "off"}, str(tmp_path / "job"), late))
+    records = values(grow(first, late, fit, "HeteroDDPStrategy", {"balance": "off"}, str(tmp_path / "job"), late))
     world = first + late
-    for rank, one in enumerate(seen):
-        assert torch.equal(one.weights, seen[0].weights)
+    for rank, one in enumerate(records):
+        assert torch.equal(one.weights, records[0].weights)
         assert [(now, size) for _, now, size in one.starts[-1:]] == [(one.starts[-1][1], world)]
         assert len(one.starts) == (2 if rank < first else 1)
-    assert sorted(one.starts[-1][1] for one in seen) == list(range(world))
-    steps = {one.starts[-1][0] for one in seen}
+    assert sorted(one.starts[-1][1] for one in records) == list(range(world))
+    steps = {one.starts[-1][0] for one in records}
     assert len(steps) == 1
     assert steps.pop() >= JOINS_AT
-    assert (seen[0].weights - one_process(epochs=3, batch=first * BATCH)).abs().max() < 1e-10
+    assert (records[0].weights - one_process(epochs=3, batch=first * BATCH)).abs().max() < 1e-10
     assert not (tmp_path / "job").exists()  # the job is over
 
 
@@ -71,7 +71,7 @@ def _again(dead: str) -> Any:
 
 
 def test_a_killed_rank_that_is_started_again_is_back(tmp_path: Path) -> None:
-    """With the same command, and nothing else: the job is found where the launcher's ranks have met."""
+    """The restarted rank has the same command and no more: it finds the job where the launcher's ranks met."""
     (tmp_path / "dead").write_text(str(os.getpid()))
 
     def env_of(rank: int) -> dict[str, str]:
@@ -80,9 +80,9 @@ def test_a_killed_rank_that_is_started_again_is_back(tmp_path: Path) -> None:
 
     outcomes = attempt(_again, 3, str(tmp_path / "dead"), env_of=env_of)
     assert outcomes[1].exitcode == -signal.SIGKILL
-    seen = values([outcomes[0], outcomes[2]])
-    assert [one.starts[-1][1:] for one in seen] == [(0, 2), (1, 2)]
-    assert torch.equal(seen[0].weights, seen[1].weights)
+    records = values([outcomes[0], outcomes[2]])
+    assert [one.starts[-1][1:] for one in records] == [(0, 2), (1, 2)]
+    assert torch.equal(records[0].weights, records[1].weights)
 
 
 class FirstDies(pl.Callback):
@@ -96,15 +96,15 @@ class FirstDies(pl.Callback):
 def test_the_successor_of_rank_zero_takes_newcomers_in(tmp_path: Path) -> None:
     outcomes = grow(3, 1, fit, "HeteroDDPStrategy", {"balance": "off"}, str(tmp_path / "job"), 1, [FirstDies])
     assert outcomes[0].exitcode == -signal.SIGKILL
-    seen = values(outcomes[1:])
-    assert [one.starts[-1][1:] for one in seen] == [(0, 3), (1, 3), (2, 3)]
-    assert all(torch.equal(one.weights, seen[0].weights) for one in seen)
+    records = values(outcomes[1:])
+    assert [one.starts[-1][1:] for one in records] == [(0, 3), (1, 3), (2, 3)]
+    assert all(torch.equal(one.weights, records[0].weights) for one in records)
 
 
 @pytest.mark.parametrize("strategy", ["DASOStrategy", "NodeAverageStrategy"])
 def test_replicas_join_a_run_that_ends_by_its_steps(strategy: str, tmp_path: Path) -> None:
-    """A newcomer asks for its data where the others do: they have asked for theirs before, without epochs to count."""
+    """A newcomer asks for its data when the others do; they have asked before, without epochs to count."""
     file = str(tmp_path / "job")
-    seen = values(grow(2, 1, fit, strategy, {"ranks_per_node": 1}, file, 1, epochs=-1, steps=40))
-    assert {one.starts[-1][2] for one in seen} == {3}
-    assert all(torch.equal(one.weights, seen[0].weights) for one in seen)
+    records = values(grow(2, 1, fit, strategy, {"ranks_per_node": 1}, file, 1, epochs=-1, steps=40))
+    assert {one.starts[-1][2] for one in records} == {3}
+    assert all(torch.equal(one.weights, records[0].weights) for one in records)

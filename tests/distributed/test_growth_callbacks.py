@@ -1,4 +1,4 @@
-"""What callbacks see of a job that grows."""
+"""Callbacks in a job that grows."""
 
 import functools
 import json
@@ -16,8 +16,8 @@ from lightning_hetero.batching.plan_agreement import ActionRequest
 from lightning_hetero.callbacks.resumable import ResumableCheckpoint
 
 
-class Ends(pl.Callback):
-    """Others join at the last batch of an epoch, if they may, and each end of an epoch is noted."""
+class JoinsAtTheEnd(pl.Callback):
+    """Lets others join at the last batch of an epoch, and keeps the step of each end of an epoch."""
 
     def __init__(self) -> None:
         self.ends: list[int] = []
@@ -37,14 +37,14 @@ class Ends(pl.Callback):
 
 
 def _at_the_end(file: str) -> Any:
-    ends = Ends()
+    ends = JoinsAtTheEnd()
     return fit("NodeAverageStrategy", {"replica": "rank"}, file, 1, [lambda: ends]), ends.ends
 
 
 def test_no_epoch_loses_its_end(tmp_path: Path) -> None:
-    """Lightning does not run it when it goes on from the last batch of an epoch."""
+    """Lightning does not run the end of an epoch if a fit goes on from its last batch."""
     found = values(grow(2, 1, _at_the_end, str(tmp_path / "job")))
-    assert {seen.starts[-1] for seen, _ in found} == {(13, rank, 3) for rank in range(3)}  # 12 batches an epoch
+    assert {record.starts[-1] for record, _ in found} == {(13, rank, 3) for rank in range(3)}  # 12 batches an epoch
     assert [ends for _, ends in found] == [[12, 24, 36], [12, 24, 36], [24, 36]]
 
 
@@ -52,21 +52,21 @@ def _watched(folder: str) -> Any:
     monitor = HeteroMonitor(f"{folder}/report")
     models = functools.partial(ModelCheckpoint, f"{folder}/models", save_top_k=-1)
     resumable = functools.partial(ResumableCheckpoint, f"{folder}/again", every_n_steps=4, background=False)
-    seen = fit("NodeAverageStrategy", {"replica": "rank"}, f"{folder}/job", 1, [lambda: monitor, models, resumable])
-    return seen, len(monitor.history), [(one.joined, one.ranks, one.step) for one in monitor.losses]
+    record = fit("NodeAverageStrategy", {"replica": "rank"}, f"{folder}/job", 1, [lambda: monitor, models, resumable])
+    return record, len(monitor.history), [(one.joined, one.ranks, one.step) for one in monitor.losses]
 
 
 def test_callbacks_go_on(tmp_path: Path) -> None:
     outcomes = grow(2, 1, _watched, str(tmp_path))
     found = values(outcomes)
-    [step] = {seen.starts[-1][0] for seen, *_ in found}
-    assert step >= JOINS_AT  # where the job was, not where it has saved
+    [step] = {record.starts[-1][0] for record, *_ in found}
+    assert step >= JOINS_AT  # the step of the job, not that of its last save
     for _, history, changes in found:
         assert changes == [((2,), 3, step)]
         assert history > 0
     assert found[0][1] > found[2][1] - 2  # from before the join, too
-    told = json.loads((tmp_path / "report" / "figures.json").read_text())
-    assert [view["rank"] for view in told["views"]] == [0, 1, 2]
+    report = json.loads((tmp_path / "report" / "figures.json").read_text())
+    assert [view["rank"] for view in report["views"]] == [0, 1, 2]
     assert (
         "Rank 2 joined. Training went on with 3 ranks after step" in (tmp_path / "report" / "report.html").read_text()
     )

@@ -1,4 +1,4 @@
-"""What a join costs those that train, and what each rank keeps."""
+"""Memory of a join for the ranks that train, and the states that each rank keeps."""
 
 import ctypes
 import os
@@ -42,7 +42,7 @@ def _memory(name: str) -> float:
 
 
 class Peak(pl.Callback):
-    """The memory of training before and after the join, and the peak between the two."""
+    """Keeps the memory of training before and after the join, and the peak between the two."""
 
     def __init__(self) -> None:
         self.world, self.before, self.peak = 0, 0.0, 0.0
@@ -60,7 +60,7 @@ class Peak(pl.Callback):
 
 
 def _memory_of_a_join(strategy: str, options: dict[str, Any], file: str) -> tuple[float, float]:
-    """In copies of the model: the peak above what training takes, and how much more it takes after the join."""
+    """Peak above the memory of training, and growth of that by the join, in copies of the model."""
     ctypes.CDLL(None).mallopt(-3, 2**20)  # M_MMAP_THRESHOLD: what is freed goes back to the system at once
     until = time.monotonic() + 120
     while os.environ.get(LATE) and not Path(file).exists() and time.monotonic() < until:
@@ -91,7 +91,7 @@ def test_a_join_takes_the_memory_of_two_models_at_most(strategy: str, options: d
 
 @pytest.mark.long
 def test_each_rank_of_a_node_keeps_its_optimizer_state(tmp_path: Path) -> None:
-    """Ranks of a node have the same; so they do after a join, whichever of them leads the node."""
+    """Ranks of a node have the same state, also after a join, with any of them as the node's leader."""
     port = str(free_port())
 
     def env_of(rank: int) -> dict[str, str]:

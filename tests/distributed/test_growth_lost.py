@@ -24,16 +24,16 @@ from lightning_hetero.strategies import join
 OPTIONS = {"balance": "off", "grace": 2.0}
 
 
-def _struck(how: str) -> None:
-    """This process ends, or stands still for longer than the others take."""
+def _end_or_freeze(how: str) -> None:
+    """End this process, or freeze it for longer than the others take."""
     if how == "frozen":
         subprocess.Popen(["sh", "-c", f"sleep 20; kill -KILL {os.getpid()}"])
         os.kill(os.getpid(), signal.SIGSTOP)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-class Struck(pl.Callback):
-    """A rank is struck when it leaves the fit (``teardown``), or comes into it again, with others."""
+class LostAt(pl.Callback):
+    """A rank is lost when it leaves the fit (``teardown``), or when it enters it again, with others."""
 
     def __init__(self, rank: int, where: str, how: str) -> None:
         self.rank, self.where, self.how, self.starts = rank, where, how, 0
@@ -41,7 +41,7 @@ class Struck(pl.Callback):
     def _come(self, where: str) -> None:
         own = os.environ["RANK"] == str(self.rank) and not os.environ.get(LATE)
         if own and where == self.where and self.starts:
-            _struck(self.how)
+            _end_or_freeze(self.how)
 
     def setup(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
         self._come("setup")
@@ -54,22 +54,22 @@ class Struck(pl.Callback):
         self._come("teardown")
 
 
-def _check(outcomes: list[Any], lost: int, said: str) -> None:
+def _check(outcomes: list[Any], lost: int, reason: str) -> None:
     assert outcomes[lost].exitcode == -signal.SIGKILL
     newcomer, rest = outcomes[-1], [outcome for rank, outcome in enumerate(outcomes[:-1]) if rank != lost]
     joined = newcomer.value is not None  # it has asked again in time
     ended = isinstance(newcomer.error, JoinRefusedError) and "it has come to its end" in str(newcomer.error)
     assert joined or ended or isinstance(newcomer.error, CommunicationError), newcomer.trace
-    seen = values(rest)
+    records = values(rest)
     world = 3 if joined else 2
-    assert [one.starts[-1][1:] for one in seen] == [(0, world), (1, world)]
-    assert torch.equal(seen[0].weights, seen[1].weights)
-    for one in seen:
-        [told] = [text for text in one.said if "Training goes on with 2" in text]
-        assert f"rank {lost} {said}" in told
-        [seconds] = re.findall(r"paused for ([\d.]+) s", told)
-        assert float(seconds) < 15  # of 60 that ranks may wait for each other
-    assert any("1 rank(s) could not join, and the fit goes on without" in text for text in seen[0].said)
+    assert [one.starts[-1][1:] for one in records] == [(0, world), (1, world)]
+    assert torch.equal(records[0].weights, records[1].weights)
+    for one in records:
+        [message] = [text for text in one.messages if "Training goes on with 2" in text]
+        assert f"rank {lost} {reason}" in message
+        [seconds] = re.findall(r"paused for ([\d.]+) s", message)
+        assert float(seconds) < 15  # ranks may wait 60 s for each other
+    assert any("1 rank(s) could not join, and the fit goes on without" in text for text in records[0].messages)
 
 
 CASES = [
@@ -84,13 +84,13 @@ CASES = [
     [pytest.param(*case, marks=[] if case in CASES[2:3] else pytest.mark.long(after=1)) for case in CASES],
 )
 def test_the_others_go_on(rank: int, where: str, how: str, tmp_path: Path) -> None:
-    struck = partial(Struck, rank, where, how)
-    outcomes = grow(3, 1, fit, "HeteroDDPStrategy", OPTIONS, str(tmp_path / "job"), 1, [struck])
+    lost_at = partial(LostAt, rank, where, how)
+    outcomes = grow(3, 1, fit, "HeteroDDPStrategy", OPTIONS, str(tmp_path / "job"), 1, [lost_at])
     _check(outcomes, rank, "has not been heard of" if how == "frozen" else "has ended without an error message")
 
 
-class StruckLater(pl.Callback):
-    """Rank 1 is struck two steps after another one has joined."""
+class LostLater(pl.Callback):
+    """Rank 1 is killed two steps after another one has joined."""
 
     def __init__(self) -> None:
         self.begun: list[int] = []
@@ -101,14 +101,14 @@ class StruckLater(pl.Callback):
     def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
         own = os.environ["RANK"] == "1" and not os.environ.get(LATE)
         if own and len(self.begun) == 2 and trainer.global_step == self.begun[-1] + 2:
-            _struck("killed")
+            _end_or_freeze("killed")
 
 
 def test_a_loss_after_a_join_says_the_step_of_the_whole_fit(tmp_path: Path) -> None:
-    outcomes = grow(2, 1, fit, "HeteroDDPStrategy", OPTIONS, str(tmp_path / "job"), 1, [StruckLater], epochs=10)
-    seen = values([outcomes[0], outcomes[2]])
-    for one in seen:
-        [step] = [re.findall(r"after step (\d+)", text) for text in one.said if "Training goes on with 2" in text]
+    outcomes = grow(2, 1, fit, "HeteroDDPStrategy", OPTIONS, str(tmp_path / "job"), 1, [LostLater], epochs=10)
+    records = values([outcomes[0], outcomes[2]])
+    for one in records:
+        [step] = [re.findall(r"after step (\d+)", text) for text in one.messages if "Training goes on with 2" in text]
         assert int(step[0]) == one.starts[-1][0] + 2
 
 
@@ -116,19 +116,19 @@ def test_a_loss_after_a_join_says_the_step_of_the_whole_fit(tmp_path: Path) -> N
 @pytest.mark.parametrize("strategy", ["NodeAverageStrategy", "GossipAsyncStrategy", "EASGDAsyncStrategy"])
 def test_replicas_go_on(strategy: str, tmp_path: Path) -> None:
     options = {**OPTIONS, "replica": "rank", **({"moving_rate": "auto"} if strategy == "EASGDAsyncStrategy" else {})}
-    struck = partial(Struck, 0, "setup", "killed")
+    lost_at = partial(LostAt, 0, "setup", "killed")
     _check(
-        grow(3, 1, fit, strategy, options, str(tmp_path / "job"), 1, [struck]), 0, "has ended without an error message"
+        grow(3, 1, fit, strategy, options, str(tmp_path / "job"), 1, [lost_at]), 0, "has ended without an error message"
     )
 
 
 class Averaging(pl.Callback):
-    """Rank 1 is struck while the replicas find their mean, from which all are to begin with others."""
+    """Rank 1 is killed while the replicas compute the mean from which all, with the newcomers, are to begin."""
 
     def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
         if os.environ["RANK"] == "1" and not os.environ.get(LATE):
             strategy: Any = trainer.strategy
-            strategy.engine.join_values = partial(_struck, "killed")
+            strategy.engine.join_values = partial(_end_or_freeze, "killed")
 
 
 @pytest.mark.long(after=1)
@@ -137,8 +137,8 @@ def test_who_finds_the_mean_again_does_so_among_those_that_remain(strategy: str,
     options = {**OPTIONS, "replica": "rank"}
     outcomes = grow(3, 1, fit, strategy, options, str(tmp_path / "job"), 1, [Averaging], epochs=10)
     assert outcomes[1].exitcode == -signal.SIGKILL
-    seen = values([outcomes[0], *outcomes[2:]])
-    assert [one.starts[-1][1:] for one in seen] == [(0, 3), (1, 3), (2, 3)]
+    records = values([outcomes[0], *outcomes[2:]])
+    assert [one.starts[-1][1:] for one in records] == [(0, 3), (1, 3), (2, 3)]
 
 
 class FirstFails(pl.Callback):
@@ -160,7 +160,7 @@ def test_who_waits_to_join_is_taken_in_by_the_successor_of_a_rank_that_fails(tmp
 
 
 class NoAnswer(pl.Callback):
-    """Rank 1 does not say after which step others may join, and is struck once they wait for that."""
+    """Rank 1 does not answer after which step others may join, and is killed while the others wait for that."""
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         if os.environ["RANK"] != "1" or os.environ.get(LATE) or trainer.global_step != JOINS_AT:
@@ -170,7 +170,7 @@ class NoAnswer(pl.Callback):
         request.agreed._agree = lambda *_: asked.set()
         asked.wait(60)
         time.sleep(2.0)
-        _struck("killed")
+        _end_or_freeze("killed")
 
 
 @pytest.mark.long
@@ -179,17 +179,17 @@ def test_a_rank_that_is_lost_before_it_has_said_when_others_may_join(tmp_path: P
     options = {**OPTIONS, "every_n_steps": 1000}
     outcomes = grow(3, 1, fit, "NodeAverageStrategy", options, str(tmp_path / "job"), 1, [NoAnswer], epochs=10)
     assert outcomes[1].exitcode == -signal.SIGKILL
-    seen = values([outcomes[0], *outcomes[2:]])
-    assert [one.starts[-1][1:] for one in seen] == [(0, 3), (1, 3), (2, 3)]
+    records = values([outcomes[0], *outcomes[2:]])
+    assert [one.starts[-1][1:] for one in records] == [(0, 3), (1, 3), (2, 3)]
 
 
 def _one_is_behind(file: str) -> Any:
-    """Rank 0 has left the fit when rank 1 learns, in the last collective before, that rank 2 is lost."""
+    """Rank 0 has left the fit when rank 1 learns, in the last collective of the fit, that rank 2 is lost."""
 
     def last(value: Any, what: str) -> Any:
         everyone = gather(value, what)
         if what == "who was lost" and os.environ["RANK"] == "2":
-            _struck("killed")
+            _end_or_freeze("killed")
         if what == "who was lost" and os.environ["RANK"] == "1" and not join.again:
             join.again = True
             strategy.recovery._recover(time.monotonic())
@@ -213,7 +213,7 @@ def test_who_is_behind_leaves_the_fit_as_well(tmp_path: Path) -> None:
 
 
 class Hosts(pl.Callback):
-    """A process that joins hosts no store of its launcher's job, whatever rank it has there."""
+    """Checks that a process that joins hosts no store of its launcher's job, with any rank there."""
 
     def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
         strategy: Any = trainer.strategy
@@ -224,7 +224,7 @@ class Hosts(pl.Callback):
 
 
 def test_a_first_rank_that_is_started_again_does_not_look_for_its_former_store(tmp_path: Path) -> None:
-    """Once it is the first rank of the job it would wait for a store that has ended with the process before it."""
+    """As the first rank it would otherwise wait for a store that has ended with the process before it."""
 
     def env_of(rank: int) -> dict[str, str]:
         same = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "RANK": str(rank % 2), "LOCAL_RANK": str(rank % 2)}

@@ -35,7 +35,7 @@ class Other(Module):
         self.more = nn.Linear(3, 5).double()
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        """Nothing is looked at."""
+        """Do nothing."""
 
 
 class WaitsForFile(pl.Callback):
@@ -51,7 +51,7 @@ class WaitsForFile(pl.Callback):
 
 
 def _refused(folder: str, how: str) -> Any:
-    """A job, and a process that does not fit it."""
+    """Fit of a job, and of a process that does not fit it."""
     done, file = Path(folder) / "done", f"{folder}/job"
     if not os.environ.get(LATE):
         return fit("HeteroDDPStrategy", {"balance": "off"}, file, 0, [lambda: WaitsForFile(done)])
@@ -95,20 +95,20 @@ def test_who_does_not_fit_is_refused(how: str, error: type[HeteroError], words: 
     outcomes = grow(2, 1, _refused, str(tmp_path), how)
     assert isinstance(outcomes[2].error, error), outcomes[2].trace
     assert words in str(outcomes[2].error)
-    seen = values(outcomes[:2])  # exactly as if nobody had come
-    assert [one.starts for one in seen] == [[(0, 0, 2)], [(0, 1, 2)]]
-    assert (seen[0].weights - one_process(epochs=3, batch=2 * BATCH)).abs().max() < 1e-10
+    records = values(outcomes[:2])  # exactly as if nobody had come
+    assert [one.starts for one in records] == [[(0, 0, 2)], [(0, 1, 2)]]
+    assert (records[0].weights - one_process(epochs=3, batch=2 * BATCH)).abs().max() < 1e-10
 
 
 class Fails(Module):
-    """Cannot be set up."""
+    """A model whose setup fails."""
 
     def configure_optimizers(self) -> Any:
         raise ValueError("no optimizer today")
 
 
 def _does_not_fit_after_all(folder: str, how: str) -> Any:
-    """A job, and a process that fails, or is found not to fit, when it sets up its fit together with the others."""
+    """Fit of a job, and of a process that fails, or does not fit, when it sets up its fit with the others."""
     late = bool(os.environ.get(LATE))
     if late and how == "loader":
         growing.Numbered = lambda: torch.utils.data.Subset(Numbered(), range(20))
@@ -131,15 +131,15 @@ def test_the_job_goes_on_without_who_does_not_fit_after_all(
     outcomes = grow(2, 1, _does_not_fit_after_all, str(tmp_path), how)
     assert isinstance(outcomes[2].error, error), outcomes[2].trace
     assert words in str(outcomes[2].error)
-    seen = values(outcomes[:2])
-    assert any("1 rank(s) could not join, and the fit goes on without: " in one for one in seen[0].said)
-    assert [len(one.starts) for one in seen] == [2, 2]
-    assert [one.starts[-1][1:] for one in seen] == [(0, 2), (1, 2)]
-    assert (seen[0].weights - one_process(epochs=3, batch=2 * BATCH)).abs().max() < 1e-10
+    records = values(outcomes[:2])
+    assert any("1 rank(s) could not join, and the fit goes on without: " in one for one in records[0].messages)
+    assert [len(one.starts) for one in records] == [2, 2]
+    assert [one.starts[-1][1:] for one in records] == [(0, 2), (1, 2)]
+    assert (records[0].weights - one_process(epochs=3, batch=2 * BATCH)).abs().max() < 1e-10
 
 
 def _one_of_two_is_wrong(folder: str, how: str) -> Any:
-    """A job, and two processes that come together: one with the same command, and one that does not fit after all."""
+    """Fit of a job, and of two processes that join together: the second one does not fit at setup."""
     wrong = os.environ.get(LATE) == "2"
     if wrong and how == "loader":
         growing.Numbered = lambda: torch.utils.data.Subset(Numbered(), range(20))
@@ -160,16 +160,16 @@ def test_who_fits_joins_although_another_one_that_comes_with_it_does_not(
     outcomes = grow(2, 2, _one_of_two_is_wrong, str(tmp_path), how)
     assert isinstance(outcomes[3].error, error), outcomes[3].trace
     assert words in str(outcomes[3].error)
-    seen = values(outcomes[:3])
-    assert any("2 rank(s) could not join, and the fit goes on without: " in one for one in seen[0].said)
-    assert [len(one.starts) for one in seen] == [3, 3, 1]
-    assert [one.starts[-1][1:] for one in seen] == [(0, 3), (1, 3), (2, 3)]
-    for one in seen:
+    records = values(outcomes[:3])
+    assert any("2 rank(s) could not join, and the fit goes on without: " in one for one in records[0].messages)
+    assert [len(one.starts) for one in records] == [3, 3, 1]
+    assert [one.starts[-1][1:] for one in records] == [(0, 3), (1, 3), (2, 3)]
+    for one in records:
         assert (one.weights - one_process(epochs=10, batch=2 * BATCH)).abs().max() < 1e-10
 
 
 def _faults() -> list[Any]:
-    """On which ranks the fault is, by what each says; three ranks."""
+    """Ranks with the fault, according to the error of each of three ranks."""
     dist.init_process_group("gloo")
     found, me = [], dist.get_rank()
     for value in ({"a": 1, "b": me == 1}, {"a": 1} if me < 2 else {}):
@@ -193,14 +193,14 @@ def test_an_error_of_all_ranks_knows_on_which_of_them_the_fault_is() -> None:
     ("ranks", "others"), [((3,), True), ((1, 3), True), ((2,), False), ((2, 3), False), ((1,), False), ((), False)]
 )
 def test_who_asks_again_is_new_and_not_wrong_and_one_that_is_wrong_ends(ranks: tuple[int, ...], others: bool) -> None:
-    """Ranks 2 and 3 are new. If the fault is on those that were there, it would come back for ever."""
+    """Ranks 2 and 3 are new. If the fault is on the old ranks, a new attempt would always fail."""
     ticket = join.JoinTicket(Admission(1, 2, 4, 2, ()), None, None, 0.0)
     assert join.wrong_are_others(ticket, DisagreementError("they differ").of_all(ranks)) is others
     assert join.wrong_are_others(ticket, CommunicationError("rank 3 has ended"))
 
 
 def _both_are_wrong(folder: str) -> Any:
-    """A job, and two processes that come together, each with other data."""
+    """Fit of a job, and of two processes that join together, each with other data."""
     late = os.environ.get(LATE)
     if late:
         growing.Numbered = lambda: torch.utils.data.Subset(Numbered(), range(20 + int(late)))
@@ -264,10 +264,10 @@ def _dies(folder: str) -> Any:
 def test_the_job_goes_on_if_a_process_dies_while_it_joins(tmp_path: Path) -> None:
     outcomes = grow(2, 1, _dies, str(tmp_path))
     assert outcomes[2].exitcode == 9
-    seen = values(outcomes[:2])
-    assert [one.starts[-1][1:] for one in seen] == [(0, 2), (1, 2)]
-    assert torch.equal(seen[0].weights, seen[1].weights)
-    assert (seen[0].weights - one_process(epochs=3, batch=2 * BATCH)).abs().max() < 1e-10
+    records = values(outcomes[:2])
+    assert [one.starts[-1][1:] for one in records] == [(0, 2), (1, 2)]
+    assert torch.equal(records[0].weights, records[1].weights)
+    assert (records[0].weights - one_process(epochs=3, batch=2 * BATCH)).abs().max() < 1e-10
 
 
 def _meets_a_file(file: str) -> None:

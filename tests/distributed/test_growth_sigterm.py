@@ -17,7 +17,7 @@ from lightning_hetero.strategies import join
 
 
 class Terminated(pl.Callback):
-    """A rank gets SIGTERM, once, from when it is about to leave the fit until it begins it again."""
+    """Sends SIGTERM to a rank, once, at a moment between its leaving of the fit and its new start."""
 
     def __init__(self, rank: int, where: str) -> None:
         self.rank, self.where, self.starts = rank, where, 0
@@ -35,7 +35,7 @@ class Terminated(pl.Callback):
         self._usual(*args)
 
     def on_save_checkpoint(self, *_: Any) -> None:
-        self._come("save")  # the one from which all go on; they have asked each other before
+        self._come("save")  # the checkpoint from which all go on; ranks have asked each other for SIGTERM before
 
     def setup(self, *_: Any, **__: Any) -> None:
         self._come("setup")

@@ -14,7 +14,7 @@ from lightning_hetero.errors import DisagreementError
 
 
 class OwnSetting(pl.Callback):
-    """Changes a hyperparameter, on each rank to another value."""
+    """Sets a hyperparameter to a value of its own on each rank."""
 
     def __init__(self, name: str, values: list[Any], by_node: bool = False) -> None:
         self.name, self.values, self.by_node = name, values, by_node
@@ -63,4 +63,4 @@ def test_ranks_of_one_replica_among_others_differ() -> None:
 
 def test_replicas_may_differ() -> None:
     assert all(run(_fit, 2, DiLoCoStrategy(tau=2), "lr", [0.1, 0.2]))
-    assert all(run(_fit, 2, HeteroDDPStrategy(), "lr", [0.1, 0.1 * (1 + 1e-12)]))  # unlike machines compute so
+    assert all(run(_fit, 2, HeteroDDPStrategy(), "lr", [0.1, 0.1 * (1 + 1e-12)]))  # as unlike machines compute

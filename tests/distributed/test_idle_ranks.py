@@ -41,7 +41,7 @@ class Plain(pl.LightningModule):
         torch.manual_seed(7)
         self.net = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1)).double()
         self.register_buffer("batches", torch.zeros(()))
-        self.see = list[tuple[int, int]]().append  # steps that a rank has run, and its samples; a hidden trace
+        self.see = list[tuple[int, int]]().append  # a rank's steps and samples; hidden from the state
 
     def loss(self, batch: Any) -> torch.Tensor:
         x, y, *_ = batch
@@ -103,7 +103,7 @@ class Changing(Epochs):
 
 
 class Clock(pl.Callback):
-    """When each batch ended, by this rank's virtual clock."""
+    """Keeps the end of each batch, by this rank's virtual clock."""
 
     def __init__(self, clock: VirtualTime) -> None:
         self.clock, self.ends = clock, [0.0]
@@ -123,9 +123,9 @@ def _fit(
     stream: bool = False,
     **trainer: Any,
 ) -> dict[str, Any]:
-    module, told = make(), list[str]()
+    module, messages = make(), list[str]()
     handler = logging.Handler()
-    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("lightning.pytorch.utilities.rank_zero").addHandler(handler)
     with virtual_time() as clock:
         ends = Clock(clock)
@@ -144,7 +144,7 @@ def _fit(
         "parameters": parameters(module),
         "seen": module.see.__self__,
         "seconds": [after - before for before, after in itertools.pairwise(ends.ends)],
-        "told": [line for line in told if " on rank " in line and "samples" in line],
+        "messages": [line for line in messages if " on rank " in line and "samples" in line],
         "metrics": {name: float(value) for name, value in instance.callback_metrics.items()},
         "idle": [plan.idle for plan in strategy.accounting.planner.plans],
     }
@@ -167,7 +167,7 @@ def best(costs: list[tuple[float, float]]) -> float:
 
 
 def idle_steps(result: dict[str, Any], steps: int) -> set[int]:
-    """Steps in which a rank has not run its training step."""
+    """Steps in which a rank did not run its training step."""
     return set(range(steps)) - {step for step, _ in result["seen"]}
 
 
@@ -179,12 +179,12 @@ def test_the_job_is_as_fast_as_without_the_slow_rank_its_probes_included(tmp_pat
     assert first < 60
     assert not idle_steps(results[0], steps) | idle_steps(results[1], steps)
     probes = [step for step in range(first, steps) if step not in idle]
-    assert 3 <= len(probes) <= 5  # it is looked at again
+    assert 3 <= len(probes) <= 5  # the rank is measured again
     taken = [max(result["seconds"][step] for result in results) for step in range(first, steps)]
     speed, without, with_it = TOTAL / (sum(taken) / len(taken)), TOTAL / best(SPEEDS[:2]), TOTAL / best(SPEEDS)
     assert (round(without), round(with_it)) == (143, 121)
     assert speed >= 0.99 * without
-    (line,), *others = [result["told"] for result in results]
+    (line,), *others = [result["messages"] for result in results]
     assert others == [[], []]
     for words in (line, (tmp_path / "report.html").read_text()):
         assert re.search(r"Without rank 2 the job is 1.1[78] times as fast \(14[23] samples/s against 121\)", words)
@@ -220,9 +220,9 @@ def test_weights_are_those_of_one_process_while_a_rank_is_idle_and_when_it_is_ba
     idle = idle_steps(results[2], 21 * epochs)
     assert len(idle) > 25
     assert max(idle) < 21 * epochs - 40  # it is back
-    told = results[0]["told"]
-    assert ["gets no samples" in line for line in told] == [True, False]
-    assert "gets samples again" in told[1]
+    messages = results[0]["messages"]
+    assert ["gets no samples" in line for line in messages] == [True, False]
+    assert "gets samples again" in messages[1]
     assert all("train" in result["metrics"] for result in results)
     if make is Epochs:
         for result in results:
@@ -252,7 +252,7 @@ def test_a_stream_gives_an_idle_rank_nothing() -> None:
 
 
 class Counting(Plain):
-    """Counts its steps: a rank that left some out would count otherwise."""
+    """Counts its steps: a rank that leaves some out has another count."""
 
     steps = 0
 
@@ -262,7 +262,7 @@ class Counting(Plain):
 
 
 class Meter(Plain):
-    """An object that is no metric counts steps."""
+    """Counts steps in an object that is no metric."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -274,7 +274,7 @@ class Meter(Plain):
 
 
 class Synced(Plain):
-    """Ranks meet at each step, or at some."""
+    """Logs a value over all ranks in some steps."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = super().training_step(batch, batch_idx)
@@ -284,7 +284,7 @@ class Synced(Plain):
 
 
 class Target(Plain):
-    """A second network follows the first one within the training step."""
+    """Moves a second network towards the first one within the training step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -297,7 +297,7 @@ class Target(Plain):
 
 
 class Outputs(Plain):
-    """Keeps what it has computed for the end of the epoch."""
+    """Keeps its results for the end of the epoch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -350,12 +350,12 @@ def _refused(reason: str) -> dict[str, Any]:
     make, options = REFUSED[reason]
     warnings.filterwarnings("ignore", ".*broadcast_buffers")  # has another name in new versions
     costs = [SPEEDS[2], *SPEEDS[:2]] if make is Plain and not options else SPEEDS
-    told = list[str]()
+    messages = list[str]()
     handler = logging.Handler()
-    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("lightning.pytorch.utilities.rank_zero").addHandler(handler)
     result = _fit(make, costs, max_epochs=3, options=options)
-    return {**result, "told": [line for line in told if "least share: " in line]}
+    return {**result, "messages": [line for line in messages if "least share: " in line]}
 
 
 @pytest.mark.long(after=1)
@@ -364,13 +364,13 @@ def _refused(reason: str) -> dict[str, Any]:
 def test_a_rank_keeps_its_least_share_where_its_steps_cannot_be_left_out(reason: str) -> None:
     results = run(_refused, 3, reason)
     assert [len(result["seen"]) for result in results] == [63, 63, 63]
-    (line,) = results[0]["told"]
+    (line,) = results[0]["messages"]
     assert reason in line
     assert "the job is 1.1" in line
 
 
 class Meeting(Plain):
-    """Ranks meet at a step, of which no rank can know before."""
+    """Gathers over all ranks at one step, which no rank can know before."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = super().training_step(batch, batch_idx)
@@ -386,7 +386,7 @@ def test_a_meeting_that_was_not_to_be_seen_is_an_error() -> None:
 
 
 def test_a_loss_while_a_rank_is_idle() -> None:
-    """It gets samples at once: there may be nobody else."""
+    """The idle rank gets samples at once, as it may be the only one left."""
     outcomes = attempt(_fit, 3, Plain, max_epochs=5, callbacks=(Killed(1, 50),), options={"on_peer_loss": "continue"})
     assert outcomes[1].exitcode == -signal.SIGKILL
     rest = [outcomes[rank].value for rank in (0, 2)]

@@ -1,4 +1,4 @@
-"""Asynchronous ranks get in turn what is left over of a batch, so that none falls behind."""
+"""Asynchronous ranks get the remainder of a batch in turn, so that none falls behind."""
 
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ OF_ALL, BATCHES = 15, -(-SAMPLES // 15)
 
 
 class Count(pl.Callback):
-    """Notes the samples of each step."""
+    """Keeps the samples of each step."""
 
     def __init__(self) -> None:
         self.samples: list[int] = []
@@ -32,7 +32,7 @@ def counted(kind: Any, resume: str | None = None, path: str = "", at: int = -1, 
     count = Count()
     options |= {"balance": "off", "global_batch_size": OF_ALL, "resume": resume}
     fit(kind, Line(), epochs=epochs, trainer={"callbacks": [count, Save(path, at, False)]}, **options)
-    assert len(count.weights) == 1  # or pairs that meet halfway, by weight, would not keep the sum
+    assert len(count.weights) == 1  # otherwise pairs that average by weight would not keep the sum
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, count.samples)
     return everyone
@@ -45,18 +45,18 @@ def each(cases: list[tuple[Any, dict[str, Any]]]) -> list[Any]:
 def test_ranks_at_their_own_pace_have_equal_parts_in_the_mean() -> None:
     kinds: list[Any] = [GossipAsyncStrategy, GossipStrategy, EASGDAsyncStrategy, NodeAverageStrategy]
     cases = [(kind, {"moving_rate": "auto"} if kind is EASGDAsyncStrategy else {}) for kind in kinds]
-    *apart, together = run(each, 2, cases, nodes=[1, 1])[0]
-    for first, second in apart:
+    *asynchronous, together = run(each, 2, cases, nodes=[1, 1])[0]
+    for first, second in asynchronous:
         sums = [a + b for a, b in zip(first, second, strict=True)]
         assert sums == [*[OF_ALL] * (BATCHES - 1), SAMPLES % OF_ALL] * 2
         assert {7, 8} == set(first[: BATCHES - 1])
         assert abs(sum(first) - sum(second)) <= 4
-    # Where all meet after the same steps, weights are those of the planned shares, and these stay.
+    # If all meet after the same steps, their weights are the planned shares, which stay.
     assert set(together[0][: BATCHES - 1]) == {8}
 
 
 def test_replicas_of_several_ranks_keep_their_shares() -> None:
-    """Their ranks meet at every step, where the best split of one step is the best of all."""
+    """Their ranks meet at every step, so that the best split of one step is the best of all."""
     [(first, *_)] = run(each, 4, [(GossipStrategy, {"replica": "node"})], nodes=[2, 2])[0]
     assert set(first[: BATCHES - 1]) == {4}
 

@@ -21,7 +21,7 @@ def test_a_stranger_on_the_main_port_keeps_nobody_waiting(silent: bool) -> None:
     with socket.create_server(("127.0.0.1", 0)) as stranger:
         port = str(stranger.getsockname()[1])
         if not silent:
-            stranger.close()  # nobody is there at all; rank 0 has not been started either
+            stranger.close()  # no other rank is there; rank 0 has not been started either
         of_rank_0 = {} if silent else {"MASTER_PORT": "1"}
         outcomes = attempt(
             _fit, 2, nodes=[1, 1], env={"MASTER_PORT": port}, env_of=lambda rank: {} if rank else of_rank_0, timeout=60

@@ -17,7 +17,7 @@ POISON = {5, 17, 40, 41, 60, 77, 78, 79, 99}
 
 
 class Poisoned(Net):
-    """The loss is not finite where a rank holds one of some samples."""
+    """The loss is not finite on a rank that has one of some samples."""
 
     def loss(self, batch: Any) -> torch.Tensor:
         loss = super().loss(batch)
@@ -31,7 +31,7 @@ class PoisonedTokens(TokenNet, Poisoned):
 
 
 def without(base: Any) -> Any:
-    """One process, without the samples of the ranks that would hold such a sample."""
+    """Model for one process, without the samples of the ranks whose loss would not be finite."""
 
     class Without(base):
         def loss(self, batch: Any) -> torch.Tensor:
@@ -48,7 +48,7 @@ def _skipping(make: Any, **options: Any) -> dict[str, Any]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         result = fit(make, 12, strategy={**FIXED, "on_nan": "skip"}, **options)
-    return {**result, "said": [str(w.message) for w in caught if "on_nan" in str(w.message)]}
+    return {**result, "messages": [str(w.message) for w in caught if "on_nan" in str(w.message)]}
 
 
 SKIPS: list[tuple[Any, Any, dict[str, Any]]] = [
@@ -70,12 +70,12 @@ def test_leaving_out_is_one_process_without_those_samples() -> None:
             assert truth.trainer.left_out >= 15
             assert error(result["parameters"], parameters(truth)) <= 1e-10
     for result in everyone[0]:
-        assert "its samples do not count (on_nan='skip'; 1 times so far)" in result["said"][0]
-        assert 4 <= len(result["said"]) <= 6  # the 1st, 2nd, 4th, 8th and 16th time
+        assert "its samples do not count (on_nan='skip'; 1 times so far)" in result["messages"][0]
+        assert 4 <= len(result["messages"]) <= 6  # the 1st, 2nd, 4th, 8th and 16th time
 
 
 class Normed(BrokenLoss):
-    ranks = (0,)  # the one with the statistics that count
+    ranks = (0,)  # the rank whose statistics count
 
     def __init__(self) -> None:
         super().__init__()
@@ -104,15 +104,15 @@ def test_statistics_hold_no_such_values_and_a_step_without_any_rank_is_left_out(
     words = "the losses of ranks 0, 1, 2 were not finite", "no optimizer steps"
     for rank, (normed, *results) in enumerate(run(_skip_more, 3)):
         assert normed.isfinite().all()
-        for result, said in zip(results, words, strict=True):
+        for result, expected in zip(results, words, strict=True):
             assert result["parameters"].isfinite().all()
             moved = [not torch.equal(a, b) for a, b in zip(result["path"][:-1], result["path"][1:], strict=True)]
             assert moved == [number != 4 for number in range(1, 9)]
-            assert any(said in text for text in result["said"]) == (rank == 0)
+            assert any(expected in text for text in result["messages"]) == (rank == 0)
 
 
 class Together(BrokenLoss):
-    """Each loss looks at the samples of all ranks."""
+    """Each loss depends on the samples of all ranks."""
 
     at = 2
 
@@ -133,7 +133,7 @@ def test_a_loss_that_is_left_out_reaches_nobody_through_all_gather() -> None:
         path = result["path"]
         assert all(not torch.equal(a, b) for a, b in pairwise(path))
         assert result["parameters"].isfinite().all()
-        assert len(result["said"]) == (rank == 0)  # the loss, and no gradient
+        assert len(result["messages"]) == (rank == 0)  # only the loss is not finite
 
 
 class BothAtOnce(BrokenGradient, GanLike):
@@ -169,7 +169,9 @@ def _both() -> list[dict[str, Any]]:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             fit(make, 12, strategy=strategy, callbacks=[spy], max_epochs=1)
-        results.append({"path": spy.weights, "said": [str(w.message) for w in caught if "on_nan" in str(w.message)]})
+        results.append(
+            {"path": spy.weights, "messages": [str(w.message) for w in caught if "on_nan" in str(w.message)]}
+        )
     return results
 
 
@@ -179,10 +181,10 @@ def test_no_optimizer_steps_on_what_another_has_left_out() -> None:
         "the losses of ranks 0, 1, 2 were not finite: their samples",
     )
     for rank, results in enumerate(run(_both, 3)):
-        for result, said in zip(results, words, strict=True):
+        for result, expected in zip(results, words, strict=True):
             path = result["path"]
             assert path[-1].isfinite().all()
             moved = [not torch.equal(a, b) for a, b in pairwise(path)]
             assert moved == [number != 2 for number in range(1, 9)]
             if rank == 0:
-                assert said in result["said"][0]
+                assert expected in result["messages"][0]

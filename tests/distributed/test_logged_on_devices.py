@@ -1,4 +1,4 @@
-"""What is logged with ``sync_dist=True`` where NCCL connects all ranks, by a fake one: the same means as over gloo."""
+"""Logging with ``sync_dist=True`` where NCCL connects all ranks, by a fake one: the same means as over gloo."""
 
 import math
 import os
@@ -40,7 +40,7 @@ class Logs(Net):
 
 
 def fit(kind: str = "", cards: bool = True) -> tuple[list[dict[str, float]], int, list[str]]:
-    """What was logged; how many means went over the devices; warnings."""
+    """The logged values, the number of means over the devices, and the warnings."""
     warnings.filterwarnings("ignore", "Ranks .* share ")
     if cards:
         fake_nccl.install()

@@ -1,4 +1,4 @@
-"""Low-bit wires through strategies: against a loop by hand, replicas alike, what is dropped when others are lost."""
+"""Low-bit wires through strategies: against a loop by hand, equal replicas, residuals that are dropped after a loss."""
 
 import logging
 import signal
@@ -29,7 +29,7 @@ FITS: list[tuple[Any, dict[str, Any]]] = [
 
 
 def rounded(values: np.ndarray, residual: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """What arrives of 8 values in 4 bits, and what is left out."""
+    """8 values as they arrive in 4 bits, and their residuals."""
     whole = values.astype(np.float32) + residual
     scale = np.float32(np.abs(whole).max()) / np.float32(7)
     arrived = np.rint(whole / scale) * scale
@@ -37,7 +37,7 @@ def rounded(values: np.ndarray, residual: np.ndarray) -> tuple[np.ndarray, np.nd
 
 
 def centers_by_hand(keeps: float = 1.0) -> torch.Tensor:
-    """Those of `hetero_diloco` on a wire of 4 bits, whose error feedback keeps a part of what was left out."""
+    """Centers of `hetero_diloco` on a wire of 4 bits; error feedback keeps a part of the residuals."""
     residuals = [np.zeros(8, np.float32)] * 2
 
     def wire(replica: int, part: torch.Tensor) -> torch.Tensor:
@@ -78,7 +78,7 @@ def test_replicas_stay_alike_and_near_fp32(count: int) -> None:
 
 
 class Residuals(pl.Callback):
-    """Notes the residuals' lengths after each step."""
+    """Keeps the lengths of residuals after each step."""
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         feedback = trainer.strategy.averager.feedback
@@ -88,12 +88,12 @@ class Residuals(pl.Callback):
 class Logged(logging.Handler):
     def __init__(self) -> None:
         super().__init__()
-        self.said: list[str] = []
+        self.messages: list[str] = []
         logging.getLogger("lightning_hetero").addHandler(self)
 
     def emit(self, record: logging.LogRecord) -> None:
         if "error feedback" in record.getMessage().lower():
-            self.said.append(record.getMessage())
+            self.messages.append(record.getMessage())
 
 
 def _lost(name: Any, options: dict[str, Any]) -> tuple[torch.Tensor, list[str], list[int]]:
@@ -103,7 +103,7 @@ def _lost(name: Any, options: dict[str, Any]) -> tuple[torch.Tensor, list[str], 
     trainer = pl.Trainer(strategy=strategy, callbacks=[Killed(2, 7), residuals], **{**FAST, "max_epochs": 2})
     samples = torch.utils.data.TensorDataset(*(torch.tensor(part[:96]) for part in data()))
     trainer.fit(module, DataLoader(samples, batch_size=4, shuffle=True))
-    return parameters(module), logged.said, residuals.summed
+    return parameters(module), logged.messages, residuals.summed
 
 
 @pytest.mark.parametrize(("name", "options"), [FITS[0], FITS[1], FITS[4]])
@@ -111,10 +111,10 @@ def test_residuals_are_dropped_when_a_replica_is_lost(name: Any, options: dict[s
     outcomes = attempt(_lost, 3, name, options, nodes=APART)
     assert outcomes[2].exitcode == -signal.SIGKILL
     assert all(outcome.value for outcome in outcomes[:2]), "\n".join(outcome.trace for outcome in outcomes)
-    (first, said, parts), (second, nothing, _) = (outcome.value for outcome in outcomes[:2])
+    (first, messages, parts), (second, nothing, _) = (outcome.value for outcome in outcomes[:2])
     assert torch.equal(first, second)
-    assert parts == [0]  # two replicas take no parts of sums
-    assert ["Replicas were lost" in words for words in said] == [True]
+    assert parts == [0]  # two replicas encode no sums
+    assert ["Replicas were lost" in words for words in messages] == [True]
     assert nothing == []
 
 
@@ -123,11 +123,11 @@ def _thawed() -> tuple[torch.Tensor, list[str], list[int], int]:
     strategy = STRATEGIES["diloco"](tau=3, wire="int8", balance="off")
     trainer = pl.Trainer(strategy=strategy, callbacks=[Thaws(1), residuals], **{**FAST, "max_epochs": 2})
     trainer.fit(module, DataLoader(dataset(96), batch_size=4, shuffle=True))
-    return parameters(module), logged.said, residuals.sent, sum(p.numel() for p in module.parameters())
+    return parameters(module), logged.messages, residuals.sent, sum(p.numel() for p in module.parameters())
 
 
 def test_residuals_begin_anew_with_other_parameters() -> None:
-    (first, said, lengths, all_of_them), (second, *_) = run(_thawed, 2, nodes=[1, 1])
+    (first, messages, lengths, all_of_them), (second, *_) = run(_thawed, 2, nodes=[1, 1])
     assert torch.equal(first, second)
     assert sum(lengths) == all_of_them
-    assert ["Other parameters are trainable now" in words for words in said] == [True]
+    assert ["Other parameters are trainable now" in words for words in messages] == [True]

@@ -1,4 +1,4 @@
-"""What callbacks and schedulers go by: the mean over all samples, the same on every rank, however it was logged."""
+"""Values that callbacks and schedulers use: means over all samples, equal on all ranks, however they were logged."""
 
 import os
 import warnings
@@ -22,7 +22,7 @@ NUMBERS = np.arange(SAMPLES, dtype=np.float64)
 
 
 class Watches(pl.Callback):
-    """A callback of the user's; keeps what it sees."""
+    """A callback of a user's that keeps the values that it gets."""
 
     def __init__(self, monitor: str) -> None:
         self.monitor = monitor
@@ -113,7 +113,7 @@ def test_of_several_loaders() -> None:
 
 
 class TrainingValues(Net):
-    """Logs in training what only its own rank knows, and keeps it."""
+    """Logs in training values that only its own rank knows, and keeps them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -178,7 +178,7 @@ def test_what_is_monitored_in_training_is_of_all_samples(tmp_path: Any, diloco: 
 
 
 class Plateau(Net):
-    """A scheduler that goes by what each rank logs for itself: on rank 1 it rises, on rank 0 it falls."""
+    """A scheduler on a value that each rank logs for itself: on rank 1 it rises, on rank 0 it falls."""
 
     def __init__(self, interval: str) -> None:
         super().__init__()
@@ -231,7 +231,7 @@ def test_a_key_that_one_rank_alone_has_logged() -> None:
 
 
 def _on_one_callback() -> float:
-    # Only one rank watches anything.
+    # Only one rank has a callback.
     callbacks = [Watches("val_mean")] if os.environ["RANK"] == "1" else []
     return _train(callbacks, Unsynced()).callback_metrics["val_mean"].item()
 
@@ -240,7 +240,7 @@ def test_a_callback_that_one_rank_alone_has() -> None:
     assert run(_on_one_callback, 2) == pytest.approx([NUMBERS.mean()] * 2)
 
 
-def _told() -> list[str]:
+def _messages() -> list[str]:
     import logging
 
     messages: list[str] = []
@@ -255,7 +255,7 @@ def _told() -> list[str]:
 
 
 def test_it_is_said_once() -> None:
-    first, second = run(_told, 2)
+    first, second = run(_messages, 2)
     assert len(first) == 1
     assert "sync_dist" in first[0]
     assert not second
@@ -264,8 +264,8 @@ def test_it_is_said_once() -> None:
 # -- which rank evaluates what -------------------------------------------------------------------------------
 
 
-class Seen(Net):
-    """Validates by the shares of the moment; keeps which samples it got in each epoch."""
+class KeepsSamples(Net):
+    """Validates by the current shares; keeps the samples that it got in each epoch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -280,7 +280,7 @@ class Seen(Net):
 
 
 class Faster(pl.Callback):
-    """One rank after the other becomes the faster one."""
+    """Makes one rank after the other the faster one."""
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         shares = [[3.0, 1.0], [1.0, 3.0], [5.0, 1.0]][trainer.current_epoch]
@@ -288,7 +288,7 @@ class Faster(pl.Callback):
 
 
 def _parts() -> list[list[float]]:
-    module = Seen()
+    module = KeepsSamples()
     _train([Faster()], module, HeteroDDPStrategy(balance="off"), max_epochs=3)
     return module.parts
 
@@ -329,5 +329,5 @@ def test_equal_parts_are_those_of_ddp(samples: int, batch_size: int) -> None:
         assert sorted(i for batch in predicted for i in batch) == list(range(rank, samples, 2))
         assert predicted == seen
     assert len({len(predicted) for predicted, _ in ours}) == 1
-    if samples % 2 == 0:  # else ddp repeats samples
+    if samples % 2 == 0:  # otherwise ddp repeats samples
         assert ours == run(_predicted, 2, "ddp", samples, batch_size)

@@ -1,4 +1,4 @@
-"""Controls: each of these mistakes is caught by the comparisons that the other tests make."""
+"""Controls: with each of these mistakes the comparisons of other tests fail."""
 
 import time
 from typing import Any
@@ -40,7 +40,7 @@ class DoubleMean(HeteroDDPStrategy):
 
 
 class NominalTail(HeteroDDPStrategy):
-    """Weighs the last batch of an epoch as if it were full."""
+    """Weighs the last batch of an epoch as a full one."""
 
     def build(self, job: Any) -> None:
         super().build(job)
@@ -54,7 +54,7 @@ class NominalTail(HeteroDDPStrategy):
 
 
 def reduce_a_copy(state: Any, bucket: torch.distributed.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Averages a copy of the gradients, and leaves the gradients as they were."""
+    """Averages a copy of the gradients, and leaves the gradients unchanged."""
     own, copy = bucket.buffer().clone(), bucket.buffer().clone()
     work = torch.distributed.all_reduce(copy, async_op=True)
     return work.get_future().then(lambda _: own)
@@ -102,7 +102,7 @@ def test_plain_ddp_is_wrong_on_uneven_batches() -> None:
 
 
 class Patient(StepTimer):
-    """Counts waiting as work: at the end of backward all ranks read the same time."""
+    """Counts waiting as work: all ranks read the same time at the end of the backward pass."""
 
     def _turn_to(self, doing: Activity) -> None:
         super()._turn_to(Activity.WORK)
@@ -111,7 +111,7 @@ class Patient(StepTimer):
 class CountsWaiting(HeteroDDPStrategy):
     def __init__(self) -> None:
         super().__init__()
-        self.timer.__class__ = Patient  # all that hold it then count so
+        self.timer.__class__ = Patient  # all holders of the timer then count like this
 
 
 class Sleeper(Net):

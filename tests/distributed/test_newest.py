@@ -1,4 +1,4 @@
-"""Which checkpoint a job that is started again goes on from: the newest one that is whole on all ranks."""
+"""Checkpoint from which a job that is started again goes on: the newest one that is whole on all ranks."""
 
 import os
 import shutil
@@ -20,7 +20,7 @@ from lightning_hetero.errors import CheckpointError
 
 
 def _write(folder: Path, name: str, age: float, shards: tuple[int, ...] = (), save: str = "abc") -> Path:
-    """A checkpoint as old as this, with these shards of replicas 0 and 1."""
+    """Write a checkpoint of this age, with these shards of replicas 0 and 1."""
     part = {"format": 1, "replicas": {"save": save, "ids": [0, 1]}} if shards else {"format": 1}
     path = folder / name
     torch.save({"global_step": 3, "lightning_hetero": part, "state_dict": {"w": torch.ones(1000)}}, path)
@@ -61,7 +61,7 @@ def test_newest_first(tmp_path: Path) -> None:
 
 
 def _chosen(folders: list[str], io: Any) -> list[Any]:
-    """Of each folder what is chosen, and what rank 0 says."""
+    """The chosen checkpoint of each folder, and the warnings of this rank."""
     dist.init_process_group("gloo")
     rank_zero_only.rank = dist.get_rank()
     results: list[Any] = []
@@ -93,7 +93,7 @@ def test_what_is_not_whole_is_passed_over(tmp_path: Path) -> None:
         "nothing": (None, []),
         "own-RANK": ("step=2.ckpt", ["on rank 1, it is not there"]),
         "unlike-RANK": ("step=2.ckpt", ["ranks find different checkpoints"]),
-        "shards-RANK": ("step=3.ckpt", []),  # without a shared file system each host has its own
+        "shards-RANK": ("step=3.ckpt", []),  # without a shared file system each host has shards of its own
     }
     for case in cases:
         for rank in both if "RANK" in case else (0,):
@@ -117,20 +117,20 @@ def test_what_is_not_whole_is_passed_over(tmp_path: Path) -> None:
         (tmp_path / f"shards-{rank}" / "step=3.ckpt.shards" / f"replica-{1 - rank}-abc.pt").unlink()
 
     folders = [str(tmp_path / case) for case in cases]
-    for io in (AtomicCheckpointIO(), TorchCheckpointIO()):  # the second is read as a whole, as a plugin of the user's
+    for io in (AtomicCheckpointIO(), TorchCheckpointIO()):  # the second one reads whole files, as users' plugins may
         for rank, results in enumerate(run(_chosen, 2, folders, io)):
-            for (case, (name, words)), (found, said) in zip(cases.items(), results, strict=True):
+            for (case, (name, words)), (found, messages) in zip(cases.items(), results, strict=True):
                 assert found == name, case
-                told = words if rank == 0 else []
-                assert len(said) == len(told), (case, said)
-                for text, part in zip(said, told, strict=True):
+                expected = words if rank == 0 else []
+                assert len(messages) == len(expected), (case, messages)
+                for text, part in zip(messages, expected, strict=True):
                     assert f"{tmp_path / case.replace('RANK', '0')}/step=" in text, case
                     assert part in text, case
 
 
 def test_a_file_that_may_not_be_read_is_an_error_on_all_ranks(tmp_path: Path) -> None:
     _write(tmp_path, "step=1.ckpt", 5.0)
-    (tmp_path / "step=2.ckpt").mkdir()  # cannot be read, and not for what is in it
+    (tmp_path / "step=2.ckpt").mkdir()  # an error of the file system, and not of the contents
     first, second = run(_chosen, 2, [str(tmp_path)], TorchCheckpointIO())
     assert first[0][0].startswith("IsADirectoryError")
     assert second[0][0].startswith("IsADirectoryError")
@@ -151,7 +151,7 @@ def test_what_a_killed_job_has_left_is_removed(tmp_path: Path) -> None:
 
 
 def test_hosts_clean_up_one_folder_at_the_same_time(tmp_path: Path) -> None:
-    """What another host has removed in the meantime is no error."""
+    """It is no error if another host has removed a file in the meantime."""
     for _ in range(4):
         for step in range(10):
             shards = tmp_path / f"step={step}.ckpt.shards"

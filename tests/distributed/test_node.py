@@ -1,4 +1,4 @@
-"""`hetero_node`: replicas that train apart, against loops written by hand, and all that Lightning expects of them."""
+"""`hetero_node`: replicas that train separately, against loops by hand, and with all features of Lightning."""
 
 import time
 from typing import Any
@@ -22,7 +22,7 @@ NODE = {"strategy_class": NodeAverageStrategy}
 def by_hand(
     every: int | None, epochs: int, moments: bool, make: Any = Net, samples: int = 96
 ) -> tuple[nn.Module, list[torch.Tensor]]:
-    """Two models that train on 8 and 4 samples of each batch of 12, and average every K steps. Returns their mean."""
+    """Mean of two models that train on 8 and 4 samples of each batch of 12, and average every K steps."""
     data, models = dataset(samples), [make(), make()]
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9) for model in models]
     order, step, path = DistributedSampler(data, 1, 0, shuffle=True), 0, []
@@ -71,7 +71,7 @@ def test_meeting_at_every_step_with_momentum_is_flat_data_parallel() -> None:
     strategy = {"every_n_steps": 1, "average_optimizer_state": True, "balance": SHARES}
     for result in run(fit, 3, Net, 12, 96, nodes=NODES, strategy=strategy, **NODE):
         assert error(result["parameters"], truth) <= 1e-10
-    # The controls: nodes weighted alike, and momentum left apart (which shows with K > 1 only: it is linear).
+    # The controls: equal weights of nodes, and momentum without averaging (visible with K > 1 only: it is linear).
     result = run(fit, 3, Net, 12, 96, nodes=NODES, strategy=strategy, strategy_class=Unweighted)[0]
     assert error(result["parameters"], truth) > 1e-4
     assert error(by_hand(3, 3, True)[1][-1], by_hand(3, 3, False)[1][-1]) > 1e-4

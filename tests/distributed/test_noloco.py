@@ -1,4 +1,4 @@
-"""`hetero_noloco` against the paper's loop in NumPy, and where it stays together."""
+"""`hetero_noloco` against the paper's loop in NumPy, and the bound within which replicas stay together."""
 
 import os
 import warnings
@@ -23,7 +23,7 @@ SPEEDS, BATCH = [3.0, 1.0, 2.0, 2.0], 16  # of 16 samples 6, 2, 4 and 4; 60 step
 
 
 def by_hand(nodes: list[int], epochs: int, tau: int, alpha: float, beta: float, gamma: float, mutant: str = "") -> Any:
-    """The fast weights of all replicas after each step, and their mean in the end; by the paper's two equations."""
+    """Fast weights of all replicas after each step, and their mean at the end; by the paper's two equations."""
     x, y = data()
     n, firsts = len(nodes), np.cumsum([0, *nodes])
     speeds = SPEEDS[: sum(nodes)]
@@ -135,7 +135,7 @@ def _broken(on_nan: str) -> Any:
 def test_a_replica_that_is_not_finite_goes_on_from_its_slow_weights() -> None:
     (own, end), (path, _) = run(_broken, 2, "skip", nodes=[1, 1])
     assert path[3:].isfinite().all()
-    # The other's local steps alone count: u of replica 1 is that of its slow weights, where all began.
+    # Only the other's local steps count: replica 1 goes on from its slow weights, from which all began.
     x, y = data()
     w, v = START.copy(), np.zeros(8)
     for step in range(4):
@@ -151,7 +151,7 @@ def test_a_replica_that_is_not_finite_goes_on_from_its_slow_weights() -> None:
 
 
 def test_replicas_stay_together_within_the_bound_and_drift_beyond_it() -> None:
-    """Replicas that only pull at each other: together within the bound, further apart each time beyond it."""
+    """Replicas that only pull at each other stay together within the bound, and drift apart beyond it."""
     draw = np.random.default_rng(0)
     for n in (4, 5, 8, 64):
         for alpha in (0.0, 0.5, 0.9):

@@ -34,23 +34,23 @@ class BrokenLoss(Net):
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         loss = super().training_step(batch, batch_idx)
-        return self.spoil(loss) if self.breaks(batch_idx) else loss
+        return self.break_loss(loss) if self.breaks(batch_idx) else loss
 
-    def spoil(self, loss: torch.Tensor) -> torch.Tensor:
+    def break_loss(self, loss: torch.Tensor) -> torch.Tensor:
         return loss * float("nan")
 
 
 class InfiniteLoss(BrokenLoss):
     ranks = (0, 2)
 
-    def spoil(self, loss: torch.Tensor) -> torch.Tensor:
+    def break_loss(self, loss: torch.Tensor) -> torch.Tensor:
         return loss + float("inf")  # its gradient is finite
 
 
 class BrokenGradient(BrokenLoss):
-    """Its gradient is not finite, its loss is."""
+    """Has a gradient that is not finite; its loss is."""
 
-    def spoil(self, loss: torch.Tensor) -> torch.Tensor:
+    def break_loss(self, loss: torch.Tensor) -> torch.Tensor:
         return loss + (0 * self.net[2].weight.sum()).sqrt()
 
 
@@ -88,7 +88,7 @@ def _breaks(make: Any, folder: str, **options: Any) -> dict[str, Any]:
     return {"error": str(caught.value), "path": spy.weights, "left": spy.left}
 
 
-FILES: list[tuple[Any, dict[str, Any], int, str]] = [  # what, how, after how many batches, with what words
+FILES: list[tuple[Any, dict[str, Any], int, str]] = [  # model, options, number of batches, words of the error
     (BrokenLoss, {"strategy": FIXED}, 4, "At step 5 (epoch 0, batch 4) the loss of rank 1 was not finite"),
     (InfiniteLoss, {"strategy": FIXED}, 4, "the losses of ranks 0, 2 were not finite"),
     (BrokenGradient, {}, 4, "the gradient of rank 1 was not finite although the loss was, first in 'net.2.weight'"),
@@ -137,15 +137,15 @@ def test_of_one_rank(tmp_path: Path) -> None:
 # -- what is no error ----------------------------------------------------------------------------------------
 
 
-class Emptyhanded(Net):
-    """The loss of rank 1, which has no sample, is not finite; and it is logged."""
+class LogsWithoutSamples(Net):
+    """The loss of rank 1, which has no sample, is not finite, and is logged."""
 
     def loss(self, batch: Any) -> torch.Tensor:
         return super().loss(batch) * (float("nan") if self.global_rank == 1 else 1.0)
 
 
-class Mended(BrokenGradient):
-    """Puts its gradients in order by itself."""
+class RepairsGradients(BrokenGradient):
+    """Repairs its gradients itself."""
 
     def on_after_backward(self) -> None:
         for p in self.parameters():
@@ -156,8 +156,8 @@ class Mended(BrokenGradient):
 def _harmless() -> list[dict[str, Any]]:
     results = []
     for mode in ("error", "skip"):
-        results.append(fit(Emptyhanded, 12, strategy={"balance": [3.0, 0.0, 1.0], "on_nan": mode}))
-        results.append(fit(Mended, 12, strategy={"on_nan": mode}))
+        results.append(fit(LogsWithoutSamples, 12, strategy={"balance": [3.0, 0.0, 1.0], "on_nan": mode}))
+        results.append(fit(RepairsGradients, 12, strategy={"on_nan": mode}))
     return results
 
 

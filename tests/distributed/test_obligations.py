@@ -1,4 +1,4 @@
-"""What Lightning expects of a strategy, where replicas differ. (More in test_node.py, test_events.py and others.)"""
+"""Lightning's rules for a strategy, where replicas differ. (More in test_node.py, test_events.py and others.)"""
 
 from typing import Any
 
@@ -33,7 +33,7 @@ MEET: list[tuple[str, str, dict[str, Any]]] = [
 
 
 class Met(pl.Callback):
-    """Notes the steps (batches, if optimizers are stepped by hand) after which there was one more exchange."""
+    """Keeps the steps (by hand: batches) after which the number of exchanges has grown."""
 
     def __init__(self) -> None:
         self.steps: list[int] = []
@@ -47,7 +47,7 @@ class Met(pl.Callback):
 
 
 def _meeting(make: Any, every: int, **settings: Any) -> list[dict[str, Any]]:
-    """A fit of each, and after which steps there was an exchange."""
+    """Results of a fit of each kind, with the steps after which there was an exchange."""
     results = []
     for name, option, options in MEET:
         data, met = DataLoader(dataset(96), batch_size=4, shuffle=True), Met()
@@ -76,7 +76,7 @@ def test_replicas_meet_once_per_batch_or_window(
 
 
 def clipped_by_hand(limit: float, whole: bool = False) -> torch.Tensor:
-    """Two models that clip the gradient of their samples (control: of each rank) and average every 4 steps."""
+    """Two models that clip their gradient (control: that of each rank) and average every 4 steps."""
     data, models = dataset(96), [Net(), Net()]
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9) for model in models]
     order, step = DistributedSampler(data, 1, 0, shuffle=True), 0

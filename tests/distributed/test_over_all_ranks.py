@@ -1,4 +1,4 @@
-"""What goes over all ranks by default, in PyTorch, goes over a rank's own replica, or is refused."""
+"""PyTorch's operations over all ranks by default: they go over a rank's own replica, or are refused."""
 
 import warnings
 from collections.abc import Callable
@@ -38,7 +38,7 @@ class Weights(pl.Callback):
 
 
 def _trained(make: Callable[[], pl.LightningModule] = Net, kind: Any = NodeAverageStrategy, **options: Any) -> Any:
-    """The weights after each step, and the module, of a fit in which no exchange is due before its end."""
+    """The weights after each step, and the module, of a fit with no exchange before its end."""
     if kind is NodeAverageStrategy:
         options = {"every_n_steps": 1000, **options}
     weights, module = Weights(), make()
@@ -49,14 +49,14 @@ def _trained(make: Callable[[], pl.LightningModule] = Net, kind: Any = NodeAvera
 
 
 def by_the_convention(group: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """A user's own hook, written as PyTorch's are."""
+    """A user's hook, written as PyTorch's are."""
     group = dist.group.WORLD if group is None else group
     work = dist.all_reduce(bucket.buffer().div_(group.size()), group=group, async_op=True)
     return work.get_future().then(lambda done: done.value()[0])
 
 
 def over_all(_: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """A user's own hook that knows of all ranks only."""
+    """A user's hook that averages over all ranks."""
     work = dist.all_reduce(bucket.buffer().div_(dist.get_world_size()), async_op=True)
     return work.get_future().then(lambda done: done.value()[0])
 
@@ -67,7 +67,7 @@ def _hooked() -> dict[str, torch.Tensor]:
     found["fp16"] = _trained(ddp_comm_hook=fp16_compress_hook)[0]
     found["wrapped"] = _trained(ddp_comm_hook=allreduce_hook, ddp_comm_wrapper=fp16_compress_wrapper)[0]
     state = PowerSGDState(None, start_powerSGD_iter=1000, min_compression_rate=0.1)
-    for name in ("power", "power again"):  # the state goes from fit to fit, and their groups end
+    for name in ("power", "power again"):  # the state is used by fit after fit, whose groups end
         found[name] = _trained(ddp_comm_hook=powerSGD_hook, ddp_comm_state=state)[0]
         assert state.process_group is None
     found["power, over all"] = _trained(
@@ -103,7 +103,7 @@ def test_one_replica_is_all_ranks() -> None:
 
 
 class Synced(nn.BatchNorm1d):
-    """Chooses its ranks as PyTorch's SyncBatchNorm does, on CPUs too, and keeps the mean of all their numbers."""
+    """Uses the ranks that PyTorch's SyncBatchNorm uses, on CPUs too, and keeps the mean of their numbers."""
 
     def __init__(self, features: int) -> None:
         super().__init__(features, affine=False, track_running_stats=False)
@@ -142,7 +142,7 @@ def test_batch_norm_of_the_users_own() -> None:
 
 
 def optim() -> Any:
-    """PyTorch's distributed optimizers, of which the import warns."""
+    """PyTorch's distributed optimizers, whose import warns."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         import torch.distributed.optim
@@ -215,10 +215,10 @@ class CallingInAHook(Calling):
 
 
 def _called(own: bool, kind: Any = NodeAverageStrategy, make: Any = Calling) -> tuple[list[str], list[float]]:
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         module = _trained(lambda: make(own), kind)[1]
-    return [str(one.message) for one in said if "over all ranks" in str(one.message)], module.sums
+    return [str(one.message) for one in caught if "over all ranks" in str(one.message)], module.sums
 
 
 def _calls() -> list[Any]:

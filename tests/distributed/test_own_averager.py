@@ -43,11 +43,11 @@ Meet = Callable[[int, list[np.ndarray], float], list[np.ndarray]]
 
 
 def by_hand(schedule: Callable[[int], float], meet: Meet) -> np.ndarray:
-    """Two replicas on 8 and 4 of each 12 samples, for 60 steps: the weights of each after each step (NumPy).
+    """Weights (NumPy) of two replicas on 8 and 4 of each 12 samples, after each of 60 steps.
 
     Args:
         schedule: of the learning rate.
-        meet: what they do after a step, from its number, their weights and the step's rate.
+        meet: new weights after a step, from its number, the weights and the step's rate.
     """
     features, targets = (np.asarray(part) for part in data())
     w, path = [np.array(START), np.array(START)], []
@@ -92,7 +92,7 @@ def test_against_a_loop_by_hand() -> None:
     for (*options, schedule), result in zip(cases, results, strict=True):
         expected = by_hand(schedule, slow_momentum(*options))
         np.testing.assert_allclose(result["path"], expected[0], rtol=0, atol=1e-12)
-    # At a constant rate it is BMUF, which the package has; at another it is not.
+    # At a constant rate it is BMUF, which the package has; at a changing rate it is not.
     np.testing.assert_allclose(results[1]["path"], of_bmuf["path"], rtol=0, atol=1e-12)
     *options, schedule = cases[0]
     wrong = by_hand(schedule, slow_momentum(*options, "as in BMUF"))
@@ -101,7 +101,7 @@ def test_against_a_loop_by_hand() -> None:
 
 @dataclass
 class PullAverager(Averager):
-    """Every tau steps each replica goes a part of the way to the mean, so that no two are equal."""
+    """Moves each replica a part of the way to the mean every tau steps, so that no two are equal."""
 
     tau: int = 12
     pull: float = 0.5
@@ -153,7 +153,7 @@ def test_the_example_learns_and_ends_with_equal_replicas(tmp_path: Path) -> None
 
 
 def test_the_algorithm_and_its_strategy_take_45_lines() -> None:
-    """Of code: no docstrings, comments or blank lines. No private name of the package, and only its top level."""
+    """Lines of code, without docstrings, comments and blank lines. They use only public names of the top level."""
     source = Path(own_averager.__file__).read_text()
     part = source.split("# -- the algorithm")[1].split("# -- a use of it")[0]
     part = re.sub(r'^    """.*?"""$', "", part, flags=re.MULTILINE | re.DOTALL)
@@ -168,7 +168,7 @@ def test_the_algorithm_and_its_strategy_take_45_lines() -> None:
 
 @dataclass
 class Lazy(Averager):
-    """Makes a vector without a role, but only when replicas first meet."""
+    """Makes a vector without a role, but not before the first exchange."""
 
     velocity: Any = field(default=None, init=False)
 
@@ -189,7 +189,7 @@ def fit_lazily() -> None:
 
 
 def test_a_vector_without_a_role_that_an_exchange_makes_ends_the_fit_there() -> None:
-    """Else it would be lost when the run is resumed, without a word."""
+    """Otherwise it would be lost silently when the run is resumed."""
     for outcome in attempt(fit_lazily, 2, nodes=[1, 1]):
         assert isinstance(outcome.error, ConfigurationError), outcome.trace
         assert "Lazy.velocity holds tensors, but has no role" in str(outcome.error)

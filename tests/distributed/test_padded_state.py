@@ -93,6 +93,6 @@ def test_stays_as_it_was(string: str) -> None:
         assert result["updates"] == batches
         assert (result["outputs"], result["held"]) == (SAMPLES[rank], pytest.approx(SAMPLES[1] / whole))
         assert result["shown"] == {(7.0, -3.0)}
-        assert result["own"][1:3] == [4.0 * batches, SAMPLES[0] // 4]  # what counts steps goes on
-        if string == "hetero_node":  # else rank 0's buffers go to all ranks
+        assert result["own"][1:3] == [4.0 * batches, SAMPLES[0] // 4]  # counters of steps go on
+        if string == "hetero_node":  # otherwise rank 0's buffers are sent to all ranks
             assert [result["own"][0], result["own"][3]] == [4 * batches, batches]

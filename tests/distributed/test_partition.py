@@ -1,4 +1,4 @@
-"""The network breaks in two: one side goes on, and the other one ends with an error. Never do both train on."""
+"""The network breaks in two: one side goes on, the other ends with an error; never do both go on."""
 
 import os
 import re
@@ -9,7 +9,7 @@ import lightning.pytorch as pl
 import namespaces
 import pytest
 import torch
-from faults import SILENT, Seen, fit, strike, went_on
+from faults import SILENT, Record, fit, fit_with_faults, went_on
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_hetero.errors import MembershipLostError
@@ -20,7 +20,7 @@ CUT_AFTER, SAVED_AT, STEPS = 7, 4, 12
 
 
 class Cuts(pl.Callback):
-    """Rank 1 takes the link down."""
+    """Rank 1 cuts the link."""
 
     def __init__(self, link: namespaces.Link, folder: str) -> None:
         self.link, self.folder, self.steps = link, folder, 0
@@ -36,8 +36,8 @@ class Cuts(pl.Callback):
 
 
 def _cut(
-    folder: str, name: str, strikes: Any, options: Any, link: namespaces.Link, there: tuple[int, ...], **settings: Any
-) -> Seen:
+    folder: str, name: str, faults: Any, options: Any, link: namespaces.Link, there: tuple[int, ...], **settings: Any
+) -> Record:
     os.environ["MASTER_ADDR"] = link.there if 0 in there else link.here
     os.environ["GLOO_SOCKET_IFNAME"] = link.name
     if int(os.environ["RANK"]) in there:
@@ -45,7 +45,7 @@ def _cut(
         link.enter()
     saves = ModelCheckpoint(folder, filename="{step}", save_top_k=-1, every_n_train_steps=SAVED_AT)
     settings = {**settings, "callbacks": [Cuts(link, folder), saves], "enable_checkpointing": True}
-    return fit(folder, name, strikes, options, **settings)
+    return fit(folder, name, faults, options, **settings)
 
 
 @pytest.mark.parametrize("there", SIDES, ids=["halves", "rank 0 alone"])
@@ -53,19 +53,19 @@ def _cut(
 def test_one_side_goes_on(tmp_path: Path, name: str, there: tuple[int, ...]) -> None:
     with namespaces.linked() as link:
         settings = {"link": link, "there": there, "max_steps": STEPS, "max_epochs": 9}
-        outcomes = strike(tmp_path, name, [], world=4, run=_cut, settings=settings)
+        outcomes = fit_with_faults(tmp_path, name, [], world=4, run=_cut, settings=settings)
     rest = [rank for rank in range(4) if rank not in there]
     went_on(outcomes, dict.fromkeys(there, SILENT), STEPS)
     for rank in there:
         error = outcomes[rank].error
         assert isinstance(error, MembershipLostError), outcomes[rank].trace
-        # On a busy machine, those that are cut off may not hear from each other in time, either.
+        # On a busy machine the ranks behind the link may not hear each other in time, either.
         assert re.search(rf"Rank {rank} cannot go on: only [1-{len(there)}] of 4", str(error))
         for other in rest:
             assert f"rank {other} {SILENT}" in str(error)
-        if name == "ddp":  # who is cut off takes no further step
+        if name == "ddp":  # a rank behind the link takes no further step
             assert int((tmp_path / f"steps-{rank}").read_text()) <= CUT_AFTER
-    for step in (4, 8, 12):  # all written once; from the cut on by the first rank of those that went on
+    for step in (4, 8, 12):  # each is written once; after the cut by the first rank of the side that goes on
         saved = torch.load(tmp_path / f"step={step}.ckpt", weights_only=False)
         assert saved["global_step"] == step
         assert saved["writer"] == (0 if step == SAVED_AT else rest[0])

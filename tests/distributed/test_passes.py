@@ -1,4 +1,4 @@
-"""More than fits: ranks run their parts of a batch in passes, and the weights stay those of one process."""
+"""Batches larger than a device can hold: ranks run their parts in passes, with the weights of one process."""
 
 import sys
 import time
@@ -45,7 +45,7 @@ class AdamW(Net):
         super().__init__("adamw")
 
 
-#: Options of the strategy, the model, what ours and one process have in common, and what is ours only.
+#: Options of the strategy, the model, options of both fits, and options of ours.
 CASES: dict[str, tuple[dict[str, Any], Any, dict[str, Any], dict[str, Any]]] = {
     "1:4": (FOUR, Net, {}, {}),
     "a rank without samples": ({**FOUR, "balance": [0.0, 1.0]}, Net, {}, {}),
@@ -77,7 +77,7 @@ def test_passes_come_to_what_one_process_comes_to() -> None:
             assert max(sizes) <= (most if isinstance(most, int) else most[number]), name
     one, other = (results["1:4"] for results in ranks)
     assert [len(part) for part in other["seen"][:4]] == [3, 3, 3, 3]
-    assert len(one["seen"]) == 21  # batches of three epochs; on the other rank four passes, the tails three
+    assert len(one["seen"]) == 21  # batches of three epochs; the other rank has four passes, and three in the tails
     assert len(other["seen"]) == 3 * (6 * 4 + 3)
 
 
@@ -85,11 +85,11 @@ def test_passes_come_to_what_one_process_comes_to() -> None:
 
 
 class Logs(Net):
-    """Logs in many ways, and tells what its hooks see."""
+    """Logs in many ways, and keeps the arguments of its hooks."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.told: list[str] = []
+        self.events: list[str] = []
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = super().training_step(batch, batch_idx)
@@ -109,16 +109,16 @@ class Logs(Net):
         return super().transfer_batch_to_device(batch, device, dataloader_idx)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        self.told = [f"begins with {len(batch) if isinstance(batch, Passes) else 1}"]
+        self.events = [f"begins with {len(batch) if isinstance(batch, Passes) else 1}"]
 
     def on_before_backward(self, loss: torch.Tensor) -> None:
-        self.told.append("before backward")
+        self.events.append("before backward")
 
     def on_after_backward(self) -> None:
-        self.told.append("after backward")
+        self.events.append("after backward")
 
     def on_before_zero_grad(self, optimizer: Any) -> None:
-        self.told.append("before zero")
+        self.events.append("before zero")
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.loss_of_batch = outputs["loss"].item()
@@ -129,13 +129,13 @@ def _logged() -> Any:
     strategy = HeteroDDPStrategy(**FOUR, global_batch_size=14)
     train(module, strategy, DataLoader(dataset(14), 14), logger=memory, log_every_n_steps=1)
     row = {name: value for _, row in memory.rows for name, value in row.items()}
-    return row, module.told, module.loss_of_batch, module.seen
+    return row, module.events, module.loss_of_batch, module.seen
 
 
 def test_what_passes_log_counts_by_samples_and_hooks_run_once() -> None:
     (x, y, length, _), net = dataset(14).tensors, Net()
     losses = ((net.net(x) - y) ** 2).detach().squeeze()
-    for number, (row, told, loss, seen) in enumerate(run(_logged, 2)):
+    for number, (row, events, loss, seen) in enumerate(run(_logged, 2)):
         own = losses[[i for part in seen for i in part]]
         assert [len(part) for part in seen] == [[3], [2, 3, 3, 3]][number]
         assert row["train_step"] == pytest.approx(losses.mean().item(), rel=1e-9)
@@ -146,14 +146,14 @@ def test_what_passes_log_counts_by_samples_and_hooks_run_once() -> None:
         assert row["most_step"] == row["most_epoch"] == x.max().item()
         assert loss == pytest.approx(own.mean().item(), rel=1e-9)
         begins = f"begins with {(1, 4)[number]}"
-        assert told == [begins, "before zero", "before backward", "after backward"]
+        assert events == [begins, "before zero", "before backward", "after backward"]
 
 
 # -- other data, other strategies --------------------------------------------------------------------------
 
 
 class Listed:
-    """A batch of a class of the user's, which nobody else can cut."""
+    """A batch of a user's class, which cannot be cut."""
 
     def __init__(self, samples: list[Any]) -> None:
         assert len(samples) <= 3
@@ -171,7 +171,7 @@ class InOrder(Plain):
 
 
 class Scaled(MixedPrecision):
-    """Scales losses, and computes in float64 all the same."""
+    """Scales losses, but computes in float64."""
 
     def autocast_context_manager(self) -> Any:
         return nullcontext()
@@ -221,7 +221,7 @@ FIXED, PER_SAMPLE, LIMITS, BATCH = (0.020, 0.010), (0.001, 0.004), (8, 4), 48  #
 
 
 class Emulated(Net):
-    """Takes as long as its rank's device would need, in each pass."""
+    """Takes the time that its rank's device would need, in each pass."""
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         time.sleep(FIXED[self.global_rank] + PER_SAMPLE[self.global_rank] * len(batch[0]))
@@ -247,7 +247,7 @@ def _timed() -> Any:
 
 
 def test_a_step_takes_as_long_as_predicted_and_shares_are_the_best() -> None:
-    """The clocks are virtual: nothing but the emulated devices takes time."""
+    """Clocks are virtual: only the emulated devices take time."""
     (shares, predicted, one), (again, _, other) = run(_timed, 2)
     truth = stepwise(BATCH, [Cost(a, k) for a, k in zip(FIXED, PER_SAMPLE, strict=True)], LIMITS)
     assert shares == again
@@ -302,7 +302,7 @@ class Normed(Net):
 
 
 class Small(Net):
-    """Runs on devices that hold so many samples."""
+    """Simulates devices that hold so many samples."""
 
     most = (5, 2)
 
@@ -316,18 +316,18 @@ def _devices() -> Any:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         train(Normed(), HeteroDDPStrategy(**FOUR, global_batch_size=16), DataLoader(dataset(64), 8))
-    told = [str(one.message) for one in caught if "BatchNorm" in str(one.message)]
+    messages = [str(one.message) for one in caught if "BatchNorm" in str(one.message)]
     module, data = Small(), DataLoader(dataset(45), 15, sampler=range(45), num_workers=1)
     strategy = HeteroDDPStrategy(global_batch_size=15, max_batch_size="auto", max_batch_memory="1TB", balance="off")
     train(module, strategy, data, max_epochs=2)
-    return told, parameters(module), [len(part) for part in module.seen], strategy.accounting.planner.high
+    return messages, parameters(module), [len(part) for part in module.seen], strategy.accounting.planner.high
 
 
 def test_batch_norm_is_told_of_and_measured_limits_are_those_of_a_pass() -> None:
     truth = one_process(45, [list(range(first, first + 15)) for first in (0, 15, 30)])
-    for number, (told, found, sizes, high) in enumerate(run(_devices, 2)):
-        assert len(told) == 1
-        assert "normalises by the samples of a pass" in told[0]
+    for number, (messages, found, sizes, high) in enumerate(run(_devices, 2)):
+        assert len(messages) == 1
+        assert "normalises by the samples of a pass" in messages[0]
         assert error(found, truth) <= 1e-10
         assert high == (4, 1)
         assert sizes == [[4, 4] * 6, [1] * 7 * 6][number]

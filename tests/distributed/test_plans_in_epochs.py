@@ -27,7 +27,7 @@ STEPS, BATCH = 180, 8
 
 
 class Numbered(Dataset):
-    """Samples that are their own numbers."""
+    """A dataset of numbered samples."""
 
     def __len__(self) -> int:
         return STEPS * BATCH * len(PER_SAMPLE)
@@ -51,7 +51,7 @@ class Slow(pl.LightningModule):
 
 
 class Evaluated(Slow):
-    """Looks at the validation data in mid-epoch, when some ranks may know of a plan and others not yet."""
+    """Validates within an epoch, when some ranks may know of a plan and others not yet."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Recovery where a replica has several ranks and buffers, and where it breaks or is asked for again."""
+"""Recovery with replicas of several ranks and buffers, and recovery that fails or is requested again."""
 
 import math
 import os
@@ -44,7 +44,7 @@ class Killed(pl.Callback):
 
 
 class Buffered(Net):
-    """Its buffers, too, are exchanged between replicas."""
+    """Has buffers, which replicas exchange, too."""
 
     def __init__(self, nesterov: bool) -> None:
         super().__init__(lr=0.02)
@@ -86,7 +86,7 @@ def test_replicas_of_several_ranks_with_buffers_go_on(name: str) -> None:
 
 
 class Broken(Net):
-    """Its loss is not a number from a step on."""
+    """Its loss is NaN from a step on."""
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         return super().training_step(batch, batch_idx) * (float("nan") if self.trainer.global_step >= 6 else 1.0)
@@ -104,7 +104,7 @@ def test_the_replica_that_is_left_alone_sees_that_its_loss_is_not_finite() -> No
 
 
 class Reference(pl.Callback):
-    """What the replicas have in common, after each step."""
+    """Keeps the weights that the replicas have in common, after each step."""
 
     def __init__(self) -> None:
         self.seen: list[tuple[int, torch.Tensor]] = []
@@ -200,7 +200,7 @@ class Quiet(Net):
 
 
 class Slow(pl.Callback):
-    """Its last rank is slow: others come to a batch long before it does."""
+    """Makes the last rank slow: others reach a batch long before it."""
 
     def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
         time.sleep(0.3 if os.environ["RANK"] == "2" else 0.1)
@@ -215,7 +215,7 @@ class Ended(pl.Callback):
 def _lost_at_an_agreed_batch(
     folder: str, owner: Any, method: str, callbacks: list[pl.Callback]
 ) -> tuple[int, list[int]]:
-    """Rank 0 is killed where all ranks act after the same batch; rank 1 is there already, and rank 2 is not yet.
+    """Train; rank 0 is killed where all act after the same batch; rank 1 has reached it, and rank 2 has not.
 
     Returns:
         The exit status, and the batches after which this rank has acted.

@@ -1,4 +1,4 @@
-"""What cannot work ends in one clear error, on every rank, before anything is saved: one table for all strategies."""
+"""Unsupported settings end in one clear error on every rank before anything is saved: a table for all strategies."""
 
 import os
 import warnings
@@ -47,7 +47,7 @@ from lightning_hetero.strategies.trainer_checks import precision_problem
 
 @dataclass
 class Row:
-    """What is refused.
+    """A case that is refused.
 
     Attributes:
         strategy: class of the strategy, or its name in ``center_tasks``.
@@ -95,7 +95,7 @@ def evaluated(stage: str, kind: str, sizes: list[int], *words: str, **log: Any) 
 
 
 def replicas(kind: Any, options: dict[str, Any], error: type[HeteroError], *words: str, **more: Any) -> Row:
-    """Of 12 samples two replicas take 8 and 4."""
+    """A case with two replicas, which take 8 and 4 of 12 samples."""
     given = {"balance": [2.0, 1.0], "global_batch_size": 12, **options}
     return Row(STRATEGIES.get(kind, kind) if isinstance(kind, str) else kind, given, error, list(words), **more)
 
@@ -119,7 +119,7 @@ def optimizer(kind: str, make: Any, *words: str) -> Row:
 
 
 def unfrozen(kind: Any, options: Any, error: type[HeteroError], callback: pl.Callback, *words: str) -> Row:
-    """What is trainable changes, after the first epoch if not before training starts."""
+    """A case in which the trainable parameters change, after the first epoch if not before training starts."""
     trainer = {"max_epochs": 2, "callbacks": [callback]}
     return replicas(kind, options, error, *words, module=bad.Backboned, trainer=trainer, late=True)
 
@@ -129,7 +129,7 @@ EVEN = {"balance": "off", "global_batch_size": None}
 THREE = {"max_batch_size": 3}
 WHOLE = {"whole_batches": 3}
 SEARCHED = {"max_batch_size": "auto", "max_batch_memory": "1GB"}
-HOSTS = {"host": ["host0", "host1"]}  # where a rank thinks it is
+HOSTS = {"host": ["host0", "host1"]}  # the host of a rank
 TIMED = {"val_check_interval": "00:00:00:05", "check_val_every_n_epoch": None}
 DIFFER = (
     "the ranks differ in the parameters that have become trainable or frozen",
@@ -370,7 +370,7 @@ def _train(row: Row, folder: str) -> None:
     mine = {name: values[bad.rank()] for name, values in row.by_rank.items()}
     if host := mine.pop("host", None):
         job_module.hostname = lambda: host
-    # By Lightning: of a checkpoint after a step by hand, and of every dataset of a length that is iterable.
+    # Warnings of Lightning: of a checkpoint after a step by hand, and of each iterable dataset with a length.
     warnings.filterwarnings("ignore", "(?s).*self.manual_backward", UserWarning)
     warnings.filterwarnings("ignore", "Your `IterableDataset` has `__len__` defined")
     keep = ModelCheckpoint(folder, every_n_train_steps=1, save_on_exception=True)
@@ -384,7 +384,7 @@ def _train(row: Row, folder: str) -> None:
 
 
 def _try_all(folder: str, job: str, ports: list[int]) -> list[tuple[str, str, list[str]]]:
-    """The class of each row's error, with those that it inherits from, and its message."""
+    """The class of each row's error, its base classes, and its message."""
     found, hostname, usual = [], job_module.hostname, dict(os.environ)
     for number, (row, port) in enumerate(zip(JOBS[job][0], ports, strict=True)):
         Path(folder, f"at-{os.environ['RANK']}").write_text(f"row {number}: {row}")  # to be named if it hangs

@@ -1,4 +1,4 @@
-"""Corners of fits in which replicas differ: ends of epochs, sparse metrics, odd buffers, second fits."""
+"""Rare cases where replicas differ: ends of epochs, sparse metrics, odd buffers, second fits."""
 
 import warnings
 from pathlib import Path
@@ -40,7 +40,7 @@ def _fit(module: pl.LightningModule, strategy: Any, resume: str | None = None, *
 
 
 class Counting(Dropping):
-    """BatchNorm, with buffers that ranks of a node do not share between steps, and a counter of its own kind."""
+    """Has BatchNorm, and a counter of its own; ranks of a node do not share these buffers between steps."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -99,7 +99,7 @@ def test_phases_count_the_steps_of_another_strategys_checkpoint(tmp_path: Path) 
 # -- validation ----------------------------------------------------------------------------------------------
 
 
-class Sane(EvaluatedNet):
+class ChecksLoss(EvaluatedNet):
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         assert self.loss(batch).isfinite()
         super().validation_step(batch, batch_idx)
@@ -120,13 +120,19 @@ class SaveAtStart(pl.Callback):
 
 def _validated(path: str) -> torch.Tensor:
     save = SaveAtStart(path)
-    _fit(Sane(), NodeAverageStrategy(every_n_steps=5, **BASE), max_epochs=1, num_sanity_val_steps=2, callbacks=[save])
+    _fit(
+        ChecksLoss(),
+        NodeAverageStrategy(every_n_steps=5, **BASE),
+        max_epochs=1,
+        num_sanity_val_steps=2,
+        callbacks=[save],
+    )
     return save.validated
 
 
 def test_the_sanity_check_is_sane_and_saving_before_validation_saves_the_consensus(tmp_path: Path) -> None:
     validated = run(_validated, 3, str(tmp_path / "start.ckpt"), nodes=NODES)[0]
-    module = Sane()
+    module = ChecksLoss()
     module.load_state_dict(torch.load(tmp_path / "start.ckpt", weights_only=True)["state_dict"])
     assert torch.equal(parameters(module), validated)
 
@@ -162,7 +168,7 @@ def test_a_metric_counts_once_each_time_it_is_logged(every: int | None) -> None:
 
 
 class Teacher(Net):
-    """Moves a frozen copy of itself along, and has state that is no tensor."""
+    """Moves a frozen copy of itself, and has state that is no tensor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -179,7 +185,7 @@ class Teacher(Net):
         assert state["words"] == ["no", "tensor"]
 
 
-def _taught(folder: str) -> torch.Tensor:
+def _with_teacher(folder: str) -> torch.Tensor:
     module = Teacher()
     keep = ModelCheckpoint(folder, every_n_train_steps=3)
     _fit(module, DASOStrategy(**BASE, **CYCLING), enable_checkpointing=True, callbacks=keep)
@@ -187,7 +193,7 @@ def _taught(folder: str) -> torch.Tensor:
 
 
 def test_at_the_end_frozen_values_are_alike_too(tmp_path: Path) -> None:
-    results = run(_taught, 3, str(tmp_path), nodes=NODES)
+    results = run(_with_teacher, 3, str(tmp_path), nodes=NODES)
     assert all(torch.equal(result, results[0]) for result in results)
 
 
@@ -223,7 +229,7 @@ def test_looking_for_a_learning_rate_leaves_no_trace(tmp_path: Path) -> None:
         plain = found[0][0]
         assert error(plain, parameters(Net())) > 1e-6
         assert all(torch.equal(end, plain) for ends in found for end in ends)
-    assert list(tmp_path.iterdir()) == []  # no shards of what the search has saved
+    assert list(tmp_path.iterdir()) == []  # no shards of checkpoints of the search
 
 
 SHORT: list[tuple[Any, dict[str, Any]]] = [

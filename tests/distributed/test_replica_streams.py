@@ -1,4 +1,4 @@
-"""Iterable datasets under strategies with replicas: nobody waits at every step, and all end together."""
+"""Iterable datasets under strategies with replicas: no waits at every step, and one common end."""
 
 import logging
 import os
@@ -28,13 +28,13 @@ ONE_EACH = {"ranks_per_node": 1, "balance": "off"}
 
 
 def indices(number: int, lengths: tuple[int, ...] = LENGTHS) -> list[int]:
-    """Samples of a rank: it has so many batches."""
+    """Samples of a rank with so many batches."""
     first = BATCH * sum(lengths[:number])
     return list(range(first, first + BATCH * lengths[number]))
 
 
 class Shard(IterableDataset):
-    """Every rank's own samples; with or without a length."""
+    """The samples of each rank; with or without a length."""
 
     def __init__(self, lengths: tuple[int, ...] = LENGTHS) -> None:
         self.data, self.lengths = dataset(BATCH * sum(lengths)), lengths
@@ -49,7 +49,7 @@ class SizedShard(Shard):
 
 
 class Steps(pl.Callback):
-    """Steps and parameters after each batch."""
+    """Keeps the parameters after each batch."""
 
     def __init__(self) -> None:
         self.after: list[list[torch.Tensor]] = []
@@ -60,7 +60,7 @@ class Steps(pl.Callback):
 
 def _stream(kind: Any, options: dict[str, Any], data: Any, module: Any = Net, **more: Any) -> dict[str, Any]:
     net, steps = module(), Steps()
-    warnings.filterwarnings("ignore", "Your `IterableDataset` has `__len__` defined")  # by Lightning, always
+    warnings.filterwarnings("ignore", "Your `IterableDataset` has `__len__` defined")  # Lightning always warns
     strategy, loader = kind(**{**ONE_EACH, **options}), DataLoader(data, batch_size=BATCH)
     trainer = train(net, strategy, loader, **{"max_epochs": 2, "callbacks": [steps], **more})
     return {"seen": net.seen, "steps": trainer.global_step, "parameters": parameters(net), "after": steps.after}
@@ -70,7 +70,7 @@ def _stream(kind: Any, options: dict[str, Any], data: Any, module: Any = Net, **
 
 
 def test_a_replica_that_has_ended_stays_where_it_is_between_meetings() -> None:
-    """Momentum and weight decay would move it, though no sample does."""
+    """Momentum and weight decay would move it, though it has no samples."""
     options = {"every_n_steps": None}
     ended, other = run(_stream, 2, NodeAverageStrategy, options, Shard(), module=partial(Net, "adamw"), max_epochs=1)
     for later in ended["after"][LENGTHS[0] : -1]:
@@ -82,7 +82,7 @@ def test_a_replica_that_has_ended_stays_where_it_is_between_meetings() -> None:
 
 
 def batches_of(lengths: tuple[int, ...]) -> list[list[int]]:
-    """The global batches, in which those who have ended have no part."""
+    """The global batches; ranks that have ended have no part in them."""
     steps = [slice(BATCH * step, BATCH * (step + 1)) for step in range(max(lengths))]
     return [[i for number in range(len(lengths)) for i in indices(number, lengths)[step]] for step in steps]
 
@@ -97,7 +97,7 @@ def _averaged() -> list[torch.Tensor]:
 
 
 def test_averaging_at_every_step_is_one_process() -> None:
-    """Who has ended weighs nothing from its first padding batch on."""
+    """A rank that has ended weighs nothing from its first padding batch on."""
     for case, *results in zip(STREAMS, *run(_averaged, 2), strict=True):
         truth = one_process(BATCH * sum(case[1]), batches_of(case[1]))
         assert all(error(result, truth) <= 1e-10 for result in results), case
@@ -148,7 +148,7 @@ def test_limits_end_all_at_once() -> None:
 
 
 class Slow(EvaluatedNet):
-    """Rank 1, which has more data, takes its time: who has ended must not run ahead to a validation."""
+    """Slows rank 1, which has more data: a rank that has ended must not go ahead to a validation."""
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         if self.global_rank == 1:
@@ -180,10 +180,10 @@ class Same(Shard):
 
 
 def _same(kind: Any) -> list[str]:
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         _stream(kind, {}, Same())
-    return [str(warning.message) for warning in said if "same" in str(warning.message)]
+    return [str(warning.message) for warning in caught if "same" in str(warning.message)]
 
 
 def _all_same() -> list[list[str]]:
@@ -198,14 +198,14 @@ def test_ranks_that_read_the_same_samples_are_told() -> None:
 
 
 class Long(Shard):
-    """More steps than a warm-up of unknown part has."""
+    """Has more steps than the warm-up of a fit of unknown length."""
 
     def __iter__(self) -> Iterator[Any]:
         return (self.data[(2 * i + rank()) % len(self.data)] for i in range(56 * BATCH))
 
 
 def _phases(options: dict[str, Any]) -> tuple[torch.Tensor, list[str], list[str]]:
-    net, told, phases = Net(), list[str](), list[str]()
+    net, messages, phases = Net(), list[str](), list[str]()
 
     class Watch(pl.Callback):
         def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
@@ -214,10 +214,10 @@ def _phases(options: dict[str, Any]) -> tuple[torch.Tensor, list[str], list[str]
     strategy = DASOStrategy(**ONE_EACH, **options)
     logger = logging.getLogger("lightning.pytorch.utilities.rank_zero")
     handler = logging.Handler()
-    handler.emit = lambda record: told.append(record.getMessage())
+    handler.emit = lambda record: messages.append(record.getMessage())
     logger.addHandler(handler)
     train(net, strategy, DataLoader(Long(), batch_size=BATCH), max_epochs=2, callbacks=[Watch()])
-    return parameters(net), phases, [text for text in told if "nobody knows" in text]
+    return parameters(net), phases, [text for text in messages if "nobody knows" in text]
 
 
 def test_daso_with_its_defaults_on_a_stream_of_unknown_length() -> None:

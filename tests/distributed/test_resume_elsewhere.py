@@ -1,18 +1,18 @@
-"""A checkpoint of another strategy or of other replicas gives its weights, and rank 0 warns. Half of one is refused."""
+"""Checkpoints of another strategy or of other replicas: weights are taken, rank 0 warns; half of one is refused."""
 
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from events import Seen, fit
+from events import Record, fit
 from ranks import attempt, run
 from saved import consensus
 from tasks import Save
 
 from lightning_hetero.errors import CheckpointError
 
-#: Who saves, who goes on, with which options, and the warning.
+#: The strategy that saves, the one that resumes, the options, and the warning.
 MOVES: list[tuple[str, str, dict[str, Any], str | None]] = [
     ("hetero_ddp", "hetero_daso", {}, "it was saved by a strategy without them"),
     ("hetero_node", "hetero_daso", {}, "was saved by NodeAverageStrategy, this is DASOStrategy"),
@@ -24,7 +24,7 @@ MOVES: list[tuple[str, str, dict[str, Any], str | None]] = [
 ]
 
 
-def _moved(path: str, first: str, second: str, options: dict[str, Any]) -> Seen:
+def _moved(path: str, first: str, second: str, options: dict[str, Any]) -> Record:
     fit(first, Save(path, 11, True))
     return fit(second, resume=path, options=options)
 
@@ -36,19 +36,19 @@ def test_all_start_from_the_weights_of_the_checkpoint(
 ) -> None:
     path = tmp_path / "saved.ckpt"
     ranks = run(_moved, 3, str(path), first, second, options, nodes=[2, 1])
-    for rank, seen in enumerate(ranks):
-        assert torch.equal(seen.begun[0], consensus(path))
-        assert seen.weights.isfinite().all()
-        assert torch.equal(seen.weights, ranks[0].weights)
-        told = [text for text in seen.said if "checkpoint" in text]
-        assert len(told) == (rank == 0 and words is not None), told
-        assert all(words and words in text and "from the checkpoint's weights" in text for text in told)
+    for rank, record in enumerate(ranks):
+        assert torch.equal(record.begun[0], consensus(path))
+        assert record.weights.isfinite().all()
+        assert torch.equal(record.weights, ranks[0].weights)
+        messages = [text for text in record.messages if "checkpoint" in text]
+        assert len(messages) == (rank == 0 and words is not None), messages
+        assert all(words and words in text and "from the checkpoint's weights" in text for text in messages)
 
 
 def _cut_off(path: str, resume: str | None) -> None:
-    seen = fit("hetero_daso", *([] if resume else [Save(path, 5, True)]), resume=resume)
-    if seen.error:
-        raise seen.error
+    record = fit("hetero_daso", *([] if resume else [Save(path, 5, True)]), resume=resume)
+    if record.error:
+        raise record.error
 
 
 def test_a_checkpoint_that_was_cut_off_is_refused_by_name(tmp_path: Path) -> None:

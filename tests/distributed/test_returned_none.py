@@ -1,4 +1,4 @@
-"""A training step that returns None on some ranks: its samples do not count."""
+"""Training steps that return None on some ranks: their samples do not count."""
 
 import warnings
 from typing import Any
@@ -18,10 +18,10 @@ SHARES = [3.0, 1.0]  # of 12 samples 9 and 3
 
 
 class Skipping(Net):
-    """Returns None where a rank holds one of some samples."""
+    """Returns None on a rank that has one of some samples."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        loss = super().training_step(batch, batch_idx)  # it logs, for which all ranks meet
+        loss = super().training_step(batch, batch_idx)  # logging needs all ranks
         return None if POISON & set(batch[3].tolist()) else loss
 
 
@@ -30,7 +30,7 @@ class SkippingTokens(Skipping, TokenNet):
 
 
 def without(base: Any) -> Any:
-    """One process, without the samples of the ranks that would hold such a sample."""
+    """Model for one process, without the samples of the ranks that return None."""
 
     class Without(base):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -52,7 +52,7 @@ CASES: list[tuple[Any, Any, dict[str, Any]]] = [
 def _together() -> list[Any]:
     strategy = {"balance": SHARES, "on_nan": "skip"}
     with warnings.catch_warnings():
-        warnings.filterwarnings("error", ".*on_nan='skip'")  # it is no loss that is not finite
+        warnings.filterwarnings("error", ".*on_nan='skip'")  # there is no loss that is not finite
         results = [fit(make, 12, 96, strategy=strategy, **options)["parameters"] for make, _, options in CASES]
         unused = {**strategy, "find_unused_parameters": True}
         warnings.filterwarnings("ignore", ".*find_unused_parameters")
@@ -96,12 +96,12 @@ class EveryOther(Net):
         self.steps = float(next(iter(self.trainer.optimizers[0].state.values()))["step"])
 
 
-def _apart(strings: list[str], everywhere: bool) -> list[Any]:
+def _in_replicas_of_one_rank(strings: list[str], everywhere: bool) -> list[Any]:
     results = []
     for string in strings:
         entry, module = StrategyRegistry[string], EveryOther(everywhere)
-        apart = {"ranks_per_node": 1} if string in ("hetero_node", "hetero_daso") else {}
-        options = {**entry["init_params"], **apart, "on_nan": "skip", "timeout": 60}
+        one_rank_each = {"ranks_per_node": 1} if string in ("hetero_node", "hetero_daso") else {}
+        options = {**entry["init_params"], **one_rank_each, "on_nan": "skip", "timeout": 60}
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "No replica has met the center")
             trainer = train(module, entry["strategy"](**options), DataLoader(dataset(48), batch_size=4), devices=2)
@@ -117,7 +117,7 @@ def _apart(strings: list[str], everywhere: bool) -> list[Any]:
 )
 def test_in_replicas_of_one_rank_the_step_is_left_out(strings: list[str], everywhere: bool) -> None:
     strings = [*strings, "hetero_ddp"] if everywhere else strings
-    for rank, results in enumerate(run(_apart, 2, strings, everywhere)):
+    for rank, results in enumerate(run(_in_replicas_of_one_rank, 2, strings, everywhere)):
         for string, (steps, moved, done) in zip(strings, results, strict=True):
             skips = everywhere or rank == 1
             assert (steps, done) == (4.0 if skips else 6.0, 6), string

@@ -1,4 +1,4 @@
-"""One line on rank 0 says which route gradients take, and why; ranks that share a card are warned."""
+"""The route of gradients: one line on rank 0 names it, with the reason; ranks that share a card are warned."""
 
 import logging
 import os
@@ -24,8 +24,8 @@ class Lines(logging.Handler):
         self.texts.append(record.getMessage())
 
 
-def _said(cards: list[str] | None, **options: Any) -> tuple[list[str], list[str]]:
-    """What a fit says about routes, and about shared cards; the ranks are taken to have these cards."""
+def _messages(cards: list[str] | None, **options: Any) -> tuple[list[str], list[str]]:
+    """Messages of a fit about routes, and about shared cards; the ranks are taken to have these cards."""
     lines = Lines()
     place_of = job.place_of
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as warned:
@@ -44,13 +44,13 @@ def _said(cards: list[str] | None, **options: Any) -> tuple[list[str], list[str]
 def _all() -> list[Any]:
     cases = [(None, {}), (None, {"within": "gloo"}), (None, {"ddp_comm_hook": allreduce_hook})]
     cases += [(["card 1", "card 1"], {}), (["card 1", "cpu"], {})]
-    return [_said(cards, **options) for cards, options in cases]
+    return [_messages(cards, **options) for cards, options in cases]
 
 
 def test_the_route_is_said_once_on_rank_0() -> None:
     first, second = run(_all, 2)
-    assert all(said == ([], []) for said in second)
-    routes = [[text.partition("averaged ")[2] for text in said] for said, _ in first]
+    assert all(messages == ([], []) for messages in second)
+    routes = [[text.partition("averaged ")[2] for text in messages] for messages, _ in first]
     assert routes == [
         ["in shared memory: all are CPUs of one node."],
         ["over gloo: all are CPUs."],

@@ -31,7 +31,7 @@ MEASURED = ("lasted", "payloads")  # seconds
 
 
 class Waits(pl.Callback):
-    """Lets no checkpoint be left out: before each one, the one before is complete."""
+    """Waits before each checkpoint for the one before, so that none is left out."""
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         keeps = trainer.checkpoint_callbacks[0]
@@ -40,7 +40,7 @@ class Waits(pl.Callback):
 
 
 class Buffered(Dropping):
-    """With statistics that forward passes change, a tied and a frozen parameter, and Adam's moments."""
+    """Has statistics that forward passes change, a tied and a frozen parameter, and Adam's moments."""
 
     def __init__(self) -> None:
         super().__init__(optimizer="adamw")
@@ -61,7 +61,7 @@ class Clamped(Dropping):
 
 
 def _writes_late() -> None:
-    """Let threads begin when the next steps have changed everything."""
+    """Delay background threads until the next steps have changed everything."""
     write = BackgroundWriter._write
 
     def late(*arguments: Any) -> None:
@@ -72,19 +72,19 @@ def _writes_late() -> None:
 
 
 def fit(folder: str, kind: Any, module: Any, *callbacks: pl.Callback, **options: Any) -> Tensor:
-    warnings.filterwarnings("ignore", "Replicas have not met")  # saved more often than they meet
+    warnings.filterwarnings("ignore", "Replicas have not met")  # replicas save more often than they meet
     keeps = ResumableCheckpoint(folder, every_n_steps=EVERY, keep=50, background=options.pop("background", True))
     strategy = kind[0](balance=[2.0, 1.0], global_batch_size=12, checkpoint_io=options.pop("io", None), **kind[1])
     settings = {**FAST, "enable_checkpointing": True, "max_steps": STEPS, "callbacks": [*callbacks, Waits(), keeps]}
     trainer = pl.Trainer(strategy=strategy, **settings)
     model = module()
-    torch.manual_seed(trainer.global_rank)  # each rank drops out other units
+    torch.manual_seed(trainer.global_rank)  # ranks drop out different units
     trainer.fit(model, DataLoader(dataset(132), batch_size=4, shuffle=True), **options)
     return parameters(model)
 
 
 def _both(folder: str, kind: Any, module: Any, *callbacks: pl.Callback) -> tuple[Tensor, int]:
-    """Save at the step, and in the background; returns how often the consensus was found on a thread."""
+    """Save at the step, and in the background; returns the number of times that a thread computed the consensus."""
     waits = fit(f"{folder}/waits", kind, module, *callbacks, background=False)
     _writes_late()
     found: list[bool] = []
@@ -159,7 +159,7 @@ def test_files_are_those_of_a_fit_that_waits(tmp_path: Path, kind: Any) -> None:
 
 
 class Looks(pl.Callback):
-    """Looks at the weights that are saved."""
+    """Reads the weights that are saved."""
 
     def on_save_checkpoint(self, trainer: pl.Trainer, module: Any, checkpoint: dict[str, Any]) -> None:
         checkpoint["sum"] = sum(float(value.double().sum()) for value in checkpoint["state_dict"].values())
@@ -183,7 +183,7 @@ def test_what_is_written_between_two_steps_is_not_in_it(tmp_path: Path, kind: An
 
 
 class Broken(AtomicCheckpointIO):
-    """A disk of one rank that is full."""
+    """A plugin of a rank whose disk is full."""
 
     def save_checkpoint(self, *arguments: Any, **options: Any) -> None:
         if int(os.environ["RANK"]) == 1:

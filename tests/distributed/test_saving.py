@@ -21,7 +21,7 @@ from lightning_hetero.errors import CheckpointError
 
 
 def _small_disk(folder: str) -> None:
-    """Let a folder be a file system of 256 KiB, for this process."""
+    """Let a folder be a file system of 256 KiB, in this process."""
     libc = ctypes.CDLL("libc.so.6", use_errno=True)
     private = 1 << 14 | 1 << 18  # MS_REC, MS_PRIVATE
     for result in (
@@ -34,7 +34,7 @@ def _small_disk(folder: str) -> None:
 
 
 class Saves(pl.Callback):
-    """Saves twice under one name; the second time it does not fit any more."""
+    """Saves twice under one name; the second checkpoint does not fit on the disk."""
 
     def __init__(self, path: str, full: str) -> None:
         self.path, self.full = path, full
@@ -86,9 +86,11 @@ def _saves(path: str, kind: Any, full: str, plugins: Any) -> tuple[str, int, lis
 def test_a_full_disk_leaves_the_old_checkpoint(tmp_path: Path, kind: Any, full: str, cause: str, file: str) -> None:
     path = str(tmp_path / "saved.ckpt")
     results = run(_saves, 2, path, kind, full, [], nodes=[1, 1], timeout=60)
-    said = [re.sub("replica-0-[0-9a-f]+", "replica-0-SAVE", text) for text, _, _ in results]
-    assert said[0].startswith(f"CheckpointError {tmp_path}/{file} could not be saved: {cause}")
-    assert said[1].startswith(f"CheckpointError rank 0 could not save: {tmp_path}/{file} could not be saved: {cause}")
+    messages = [re.sub("replica-0-[0-9a-f]+", "replica-0-SAVE", text) for text, _, _ in results]
+    assert messages[0].startswith(f"CheckpointError {tmp_path}/{file} could not be saved: {cause}")
+    assert messages[1].startswith(
+        f"CheckpointError rank 0 could not save: {tmp_path}/{file} could not be saved: {cause}"
+    )
     for _, kept, names in results:
         assert kept == 2
         assert [name for name in names if name != "saved.ckpt.shards"] == ["saved.ckpt"]

@@ -66,7 +66,7 @@ def test_under_hetero_ddp_it_is_that_of_one_process() -> None:
         assert error(result["parameters"], truth) <= 1e-10
 
 
-def _apart(string: str) -> None:
+def _where_replicas_differ(string: str) -> None:
     entry = StrategyRegistry[string]
     options = {"ranks_per_node": 1} if string in ("hetero_node", "hetero_daso") else {}
     trainer = pl.Trainer(
@@ -80,7 +80,7 @@ def _apart(string: str) -> None:
     ["hetero_node", *(pytest.param(f"hetero_{name}", marks=pytest.mark.long) for name in ("daso", "easgd", "gossip"))],
 )
 def test_where_replicas_differ_it_is_refused(string: str) -> None:
-    for outcome in attempt(_apart, 2, string):
+    for outcome in attempt(_where_replicas_differ, 2, string):
         assert isinstance(outcome.error, UnsupportedError), outcome.trace
         assert "ScheduleFree has `train()` and `eval()`" in str(outcome.error)
         assert "Use hetero_ddp" in str(outcome.error)

@@ -48,16 +48,16 @@ def test_a_newer_save_replaces_the_older_one_and_never_mixes_with_it(tmp_path: P
     assert sorted(os.listdir(folder)) == [f"replica-{i}-{save}.pt" for i in (0, 1)]
     folder.rename(tmp_path / "old.ckpt.shards")
     first, second = run(_resume, 2, str(tmp_path), "old.ckpt", nodes=APART)
-    assert "does not find its replica's own state" in first["said"][0]
+    assert "does not find its replica's own state" in first["messages"][0]
     assert torch.equal(first["began"], second["began"])
     (tmp_path / "old.ckpt.shards").rename(folder)
     for one, other in zip(whole, run(_resume, 2, str(tmp_path), path.name, nodes=APART), strict=True):
         assert torch.equal(other["weights"], one["weights"])
-        assert other["said"] == []
+        assert other["messages"] == []
 
 
 class Full(TorchCheckpointIO):
-    """A disk that is full when it comes to the second file of a name."""
+    """A disk that is full at the second file of a name."""
 
     def __init__(self, name: str) -> None:
         self.name, self.files = name, 0
@@ -118,7 +118,7 @@ def test_model_checkpoint_deletes_shards_and_links_to_the_last(tmp_path: Path) -
         assert link == ("step=9.ckpt", ["last.ckpt", "step=9.ckpt", "step=9.ckpt.shards"])
         assert torch.equal(again["weights"], whole["weights"])
         assert not torch.equal(again["began"], whole["began"])
-        assert again["said"] == []
+        assert again["messages"] == []
 
 
 def test_lightning_takes_no_shards_for_checkpoints(tmp_path: Path) -> None:
@@ -166,5 +166,5 @@ def test_shards_go_through_the_users_plugin_and_to_remote_paths(tmp_path: Path) 
         assert len([path for path in remote if f"/there/saved.ckpt.shards/replica-{rank}-" in path]) >= 1
         assert ("/there/saved.ckpt" in remote) == (rank == 0)
     assert len(os.listdir(tmp_path / "own.ckpt.shards")) == 2
-    # Written later than given: the shards of the save before stay, until they are certainly not needed.
+    # Files are written later: the shards of the save before stay until they are no longer needed.
     assert len(os.listdir(tmp_path / "background.ckpt.shards")) == 4

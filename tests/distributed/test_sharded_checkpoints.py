@@ -33,7 +33,7 @@ KINDS: dict[str, tuple[list[int], Any]] = {
 
 
 def sharded(folder: str, kind: Any, *callbacks: Any, **options: Any) -> dict[str, Any]:
-    """A fit in shards, of which the same command goes on."""
+    """A fit in shards, which the same command resumes."""
     strategy = {"balance": "off", **options.pop("strategy", {})}
     found = train(folder, kind, *callbacks, module=ShardedDropping, strategy=strategy, **options)
     dist.barrier()
@@ -49,7 +49,7 @@ def test_killed_again_and_again_it_ends_as_if_never_stopped(name: str, backgroun
     undisturbed = run(sharded, world, str(tmp_path / "whole"), kind, **options)
     folder, chance = tmp_path / "killed", random.Random(time.time_ns())
     for number in range(5):
-        batches = chance.randint(5, 12) if number < 4 else 99  # of 24; at last the run is let alone
+        batches = chance.randint(5, 12) if number < 4 else 99  # of 24 steps; the last run is not stopped
         kill = Killed(number % world, batches, chance.uniform(0, 0.04))
         outcomes = attempt(sharded, world, str(folder), kind, kill, **options)
         if all(outcome.value for outcome in outcomes):
@@ -101,8 +101,8 @@ def test_one_that_is_not_whole_is_passed_over(damage: str, tmp_path: Path) -> No
         assert first["step"] == 16
         assert second["seen"] == truth["seen"][14:]  # from step 14, the one before
         assert torch.equal(second["weights"], truth["weights"])
-        assert len(second["said"]) == (rank == 0)
-        assert all(DAMAGE[damage][1] in text and "step=16-complete.ckpt" in text for text in second["said"])
+        assert len(second["messages"]) == (rank == 0)
+        assert all(DAMAGE[damage][1] in text and "step=16-complete.ckpt" in text for text in second["messages"])
 
 
 def counted(folder: str, max_epochs: int) -> Any:
@@ -136,8 +136,8 @@ def filled(folder: str, kind: Any, rank: int, background: bool) -> Any:
 def test_a_full_disk_does_not_lose_the_checkpoint_before(rank: int, background: bool, tmp_path: Path) -> None:
     nodes, kind = KINDS["ddp"]
     whole = run(sharded, 2, str(tmp_path / "whole"), kind, nodes=nodes)
-    for said in run(filled, 2, str(tmp_path / "full"), kind, rank, background, nodes=nodes):
-        assert "step=15.ckpt could not be saved: " in said
+    for message in run(filled, 2, str(tmp_path / "full"), kind, rank, background, nodes=nodes):
+        assert "step=15.ckpt could not be saved: " in message
     assert sorted(path.name for path in tmp_path.glob("full/step=*.ckpt")) == ["step=10.ckpt", "step=5.ckpt"]
     for result, truth in zip(run(sharded, 2, str(tmp_path / "full"), kind, nodes=nodes), whole, strict=True):
         assert result["seen"] == truth["seen"][10:]

@@ -1,4 +1,4 @@
-"""Replicas that are started later join a job whose model is sharded: it goes on as one with whole replicas does."""
+"""Replicas that start later join a job with a sharded model, with the same result as with whole models."""
 
 import os
 import signal
@@ -24,7 +24,7 @@ JOINS_AT = 5
 
 
 class Meets(pl.Callback):
-    """The ranks that run wait at a step until others have asked to join, and all begin again one step later."""
+    """Running ranks wait at a step until others have asked to join; all begin again one step later."""
 
     def __init__(self, late: int) -> None:
         self.late, self.met = late, False
@@ -62,10 +62,10 @@ def fit(
     kind: Any = ShardedNet,
     **given: Any,
 ) -> tuple[Any, list[tuple[int, int, int]], list[str]]:
-    """The weights at the end of a fit that others join, where it began, and what was said."""
-    signals._NOTICE = 0.0  # so that nobody goes on beyond the step at which they wait
-    told: list[str] = []
-    join_requests.rank_zero_info = told.append  # type: ignore[attr-defined]
+    """Final weights of a fit that others join, the steps at which it began, and its messages."""
+    signals._NOTICE = 0.0  # so that no rank goes beyond the step at which they wait
+    messages: list[str] = []
+    join_requests.rank_zero_info = messages.append  # type: ignore[attr-defined]
     until = time.monotonic() + 120
     while os.environ.get(LATE) and not Path(file).exists() and time.monotonic() < until:
         time.sleep(0.02)
@@ -79,7 +79,7 @@ def fit(
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         trainer.fit(module, DataLoader(dataset(120), batch_size=4))
-    return whole(module), begins.starts, [*told, *(str(one.message) for one in warned)]
+    return whole(module), begins.starts, [*messages, *(str(one.message) for one in warned)]
 
 
 def grow(
@@ -90,7 +90,7 @@ def grow(
     env_of_late: dict[str, str] | None = None,
     **kwargs: Any,
 ) -> list[Outcome]:
-    """How a function ends on nodes that are started together, and on nodes that are started later, one by one."""
+    """Outcome of a function on nodes that start together, and on nodes that start later, one by one."""
     ports, world = [str(free_port()) for _ in late], sum(first)
     places = [(node, place) for node, ranks in enumerate(late) for place in range(ranks)]
 
@@ -121,7 +121,7 @@ def values(outcomes: Sequence[Outcome]) -> list[Any]:
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("name", SYNCHRONOUS)
 def test_a_replica_joins_as_a_whole_one_does(name: str, size: int, tmp_path: Path) -> None:
-    """Three replicas of one rank, or two of two, and one that joins: its moments are those of the first one."""
+    """Three replicas of one rank, or two of two, and one that joins and gets the moments of the first one."""
     options = {**({"optimizer": "adamw"} | SYNCHRONOUS[name]), **({"ranks_per_node": 1} if size == 1 else {})}
     first = [3] if size == 1 else [2, 2]
     ours, theirs = (
@@ -149,7 +149,7 @@ def test_ranks_that_split_layers_join_as_a_replica(tmp_path: Path) -> None:
         assert distance(weights, theirs[0][0]) < 1e-10
 
 
-#: In which ways replicas begin, which rank is killed before others join, and whether one of these dies on its way.
+#: Ranks per replica, the rank that is killed before others join, and whether a joining process is killed.
 LOSSES = {
     "the last one": ([2, 2], 3, False),
     "the first one": ([2, 2, 2], 0, False),
@@ -159,7 +159,7 @@ LOSSES = {
 
 
 class Dies(pl.Callback):
-    """A process that joins is killed when it sets up its fit, with the others."""
+    """Kills a process that joins when it sets up its fit with the others."""
 
     def on_train_start(self, *_: Any) -> None:
         if os.environ.get(LATE) and os.environ["RANK"] == "1":
@@ -222,7 +222,7 @@ def refused(folder: str, **options: Any) -> Any:
     ],
 )
 def test_a_replica_that_is_not_whole_is_refused_and_the_job_goes_on(ranks: str, message: str, tmp_path: Path) -> None:
-    """One rank comes, of a node of so many."""
+    """One rank asks to join, of a node with more ranks."""
     env = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
     options = {"tau": 4, "replica": "node", "limit": 20}
     *ours, late = grow([2, 2], [1], refused, str(tmp_path), env_of_late=env, **options)
@@ -232,12 +232,12 @@ def test_a_replica_that_is_not_whole_is_refused_and_the_job_goes_on(ranks: str, 
     for (weights, starts, _), (theirs, *_) in zip(values(ours), undisturbed, strict=True):
         assert len(starts) == 1
         assert distance(weights, theirs) == 0
-    told = [text for text in ours[0].value[2] if "Training goes on without it" in text]
-    assert len(told) == (ranks == "2")
+    messages = [text for text in ours[0].value[2] if "Training goes on without it" in text]
+    assert len(messages) == (ranks == "2")
 
 
 class Lacks(ShardedNet):
-    """What is saved lacks a layer."""
+    """Saves checkpoints that lack a layer."""
 
     def configure_model(self) -> None:
         self.strict_loading = False

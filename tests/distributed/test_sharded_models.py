@@ -98,7 +98,7 @@ def test_sharded_gradients_are_exact(optimizer: str) -> None:
     assert all(distance(ours[0], each) == 0 for each in ours)
 
 
-#: Options of each string with which a fit is deterministic, and meets more than once.
+#: Options of each string with which a fit is deterministic and has several exchanges.
 SYNCHRONOUS: dict[str, dict[str, Any]] = {
     "hetero_node": {"every_n_steps": 3, "average_optimizer_state": True, "optimizer": "adamw"},
     "hetero_daso": {},
@@ -142,7 +142,7 @@ class Saves(pl.Callback):
 
 
 def saved(name: str, path: str, resume: str | None = None, shards: bool = True, **given: Any) -> list[torch.Tensor]:
-    """The weights at the end of a fit that saves at its step 7, or goes on from a checkpoint."""
+    """Final weights of a fit that saves at step 7, or that resumes from a checkpoint."""
     warnings.filterwarnings("ignore", "The checkpoint|Replicas of the job|.*fork")
     take_turns(given.pop("turns", None))
     module = ShardedNet(given.pop("optimizer", "adamw"))
@@ -234,7 +234,7 @@ def test_a_whole_checkpoint_goes_on_in_shards(tmp_path: Any) -> None:
 
 @pytest.mark.parametrize("full", [False, True], ids=["directory", "file"])
 def test_the_consensus_is_saved_between_exchanges(full: bool, tmp_path: Any) -> None:
-    """Where replicas differ, as at step 7: it is that of a job with whole replicas."""
+    """At step 7 replicas differ: the consensus is that of a job with whole replicas."""
     begun = []
     for shards in (True, False):
         path, options = str(tmp_path / f"{shards}.ckpt"), {**SYNCHRONOUS["hetero_diloco"], "ranks_per_node": [2, 1]}
@@ -302,7 +302,7 @@ def test_features_are_exact(feature: str) -> None:
 
 
 class NothingToLearn(ShardedNet):
-    """Where a rank's samples count for nothing its loss is not a number."""
+    """The loss is NaN on the rank whose samples count for nothing."""
 
     def loss(self, batch: Any) -> torch.Tensor:
         loss = super().loss(batch)
@@ -359,7 +359,7 @@ class ReturnsNone(ShardedNet):
 @pytest.mark.parametrize("wire", ["bf16", "int8", "int4", "topk:0.2"])
 @pytest.mark.parametrize("name", ["hetero_node", "hetero_diloco"])
 def test_wires_carry_shards(name: str, wire: str, sizes: list[int]) -> None:
-    """What a message leaves out is made up for later: ranks agree, and the values are near those of fp32."""
+    """Residuals of a message are sent later: ranks agree, and the values are near those of fp32."""
     options = {**SYNCHRONOUS[name], "ranks_per_node": sizes, "balance": "off"}
     ours = run(fit, sum(sizes), name, wire=wire, **options)
     exact = run(fit, sum(sizes), name, **options)
@@ -376,7 +376,7 @@ ASYNCHRONOUS: dict[str, dict[str, Any]] = {
 
 
 class InTurn:
-    """Lets replicas meet their center one after the other, over and over: so the result is always the same.
+    """Lets replicas meet their center one after the other, so that the result is always the same.
 
     Args:
         sizes: of the replicas.
@@ -409,7 +409,7 @@ def take_turns(sizes: list[int] | None) -> None:
         client.Background = InTurn(sizes)  # type: ignore[assignment,misc]
 
 
-#: Options of each string with a center, to which replicas come one by one.
+#: Options of each string with a center that replicas visit one by one.
 WITH_CENTER: dict[str, tuple[str, dict[str, Any]]] = {
     "shared memory": ("hetero_easgd_async", {"tau": 2, "center": "shared_memory"}),
     "thread": ("hetero_easgd_async", {"tau": 2, "center": "thread"}),
@@ -446,7 +446,7 @@ def test_shards_meet_a_center_as_whole_replicas_do(case: str, sizes: list[int]) 
     ],
 )
 def test_wires_to_a_center_carry_shards(name: str, wire: str, sizes: list[int]) -> None:
-    """Fragments too: what a message leaves out of one is made up for when its turn comes again."""
+    """Also for fragments: the residual of a fragment is sent at its next turn."""
     options = {"replica": "node", "ranks_per_node": sizes, "balance": "off", "turns": sizes, "tau": 4}
     options |= {"follow_speed": False, "fragments": 2} if name == "hetero_diloco_async" else {}
     ours, exact = (run(fit, sum(sizes), name, center="thread", wire=each, **options) for each in (wire, "fp32"))
@@ -461,11 +461,11 @@ def test_asynchronous_strings_end_alike(name: str, sizes: list[int]) -> None:
     options = {"replica": "node", "ranks_per_node": sizes, **ASYNCHRONOUS[name]}
     ours, theirs = (run(fit, sum(sizes), name, shards=shards, **options) for shards in (True, False))
     assert all(distance(ours[0], each) < 1e-12 for each in ours)
-    assert distance(ours[0], theirs[0]) < 0.2  # who comes first differs from run to run
+    assert distance(ours[0], theirs[0]) < 0.2  # the order of replicas differs between runs
 
 
 class Straight(ShardedNet):
-    """Its gradients do not depend on its weights, so that the mean of all replicas does not on who has met whom."""
+    """Gradients do not depend on weights, so that the mean of all replicas does not depend on the partners."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -492,7 +492,7 @@ def test_gossip_at_its_own_pace_keeps_the_weighted_sum(name: str, sizes: list[in
 
 
 class OnMeta(ShardedNet):
-    """Nobody ever holds the whole model: it is made without memory, sharded, and given values then."""
+    """No rank ever holds the whole model: it is made without memory, sharded, and then given values."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -534,7 +534,7 @@ def test_models_are_made_in_many_ways(kind: type[Any]) -> None:
 
 
 def values_of_meta(path: str) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """The weights of a model without memory at the beginning of a fit, and with a checkpoint."""
+    """Weights of a model without memory at the start of a fit, and at that of a resumed one."""
     found: list[list[torch.Tensor]] = []
 
     class Look(pl.Callback):
@@ -582,7 +582,7 @@ def test_precisions(precision: str, dtype: torch.dtype) -> None:
 
 
 def bytes_sent(sizes: list[int]) -> tuple[int, int, int]:
-    """Bytes that this rank has sent between replicas, exchanges, and values of its shards."""
+    """Bytes that this rank has sent between replicas, the number of exchanges, and the values of its shards."""
     module = ShardedNet()
     strategy = STRATEGIES["hetero_node"](ranks_per_node=sizes, every_n_steps=2)
     trainer = pl.Trainer(strategy=strategy, max_steps=8, **FAST)
@@ -625,7 +625,7 @@ class Scaled(ShardedNet):
 
 
 def evaluated(name: str, shards: bool, **options: Any) -> tuple[list[float], list[torch.Tensor]]:
-    """Losses before a fit, in its midst and after it, where ranks evaluate unequal numbers of batches; the weights."""
+    """Losses before, within and after a fit with unequal numbers of validation batches on ranks; the weights."""
     warnings.filterwarnings("ignore", "Replicas ")
     module = Scaled()
     module.shards = shards
@@ -681,7 +681,7 @@ class OverThreeDimensions(Sharded, Net):
 
 
 class ReadsSizes(ShardedNet):
-    """As a module for replicas of two ranks that Lightning's strategy would start."""
+    """Requires replicas of two ranks, as Lightning's strategy would make them."""
 
     def configure_model(self) -> None:
         assert self.device_mesh["data_parallel"].size() == 2, "this module is for two ranks"
@@ -749,7 +749,7 @@ def test_a_directory_that_lacks_a_file_is_refused_on_every_rank(lost: str, tmp_p
 
 
 def survived(name: str, shards: bool, lost: int = -1, kind: type[Any] = ShardedNet, **options: Any) -> Any:
-    """The weights at the end of a fit in which a rank, by default the last, is killed at its sixth step."""
+    """Final weights of a fit in which a rank, by default the last, is killed at its sixth step."""
     warnings.filterwarnings(
         "ignore", "rank .*Training goes on|.*exchanges under way|Replicas of the job|.*starts over|FSDP2-wr"
     )
@@ -774,7 +774,7 @@ def test_sharded_replicas_go_on_when_one_is_lost(name: str, ranks: int) -> None:
     weights = [outcome.value[0] for outcome in ours[:left]]
     assert all(distance(weights[0], each) < 1e-12 for each in weights)
     assert [outcome.value[1] for outcome in ours[:left]] == [left] * left
-    if name not in ("hetero_daso", "hetero_gossip"):  # what is under way then is dropped, or not, as it happens
+    if name not in ("hetero_daso", "hetero_gossip"):  # an exchange under way may be dropped or not
         assert distance(weights[0], theirs[0].value[0]) < 1e-10
 
 
@@ -787,10 +787,10 @@ def test_sharded_replicas_go_on_when_one_is_lost(name: str, ranks: int) -> None:
     ["hetero_node", "hetero_daso", "hetero_diloco", "hetero_easgd", "hetero_eamsgd", "hetero_noloco", "hetero_gossip"],
 )
 def test_replicas_of_unequal_size_go_on_when_one_is_lost(name: str, sizes: list[int], lost: int) -> None:
-    """They exchange other pieces then; what they know of each value, such as its momentum, stays."""
+    """They exchange other pieces after that, and keep the state of each value, such as its momentum."""
     options = {**SYNCHRONOUS[name], "ranks_per_node": sizes}
     if name == "hetero_gossip":
-        options |= {"every_n_steps": 4, "overlap": False}  # so that no offer is under way then
+        options |= {"every_n_steps": 4, "overlap": False}  # so that no offer is under way at the loss
     ours, theirs = (attempt(survived, sum(sizes), name, shards, lost, **options) for shards in (True, False))
     firsts = [sum(sizes[:i]) for i in range(len(sizes) + 1)]
     gone = next(range(a, b) for a, b in itertools.pairwise(firsts) if lost in range(a, b))
@@ -800,7 +800,7 @@ def test_replicas_of_unequal_size_go_on_when_one_is_lost(name: str, sizes: list[
     weights = [ours[rank].value[0] for rank in left]
     assert all(distance(weights[0], each) < 1e-12 for each in weights)
     assert {ours[rank].value[1] for rank in left} == {len(left)}
-    if name != "hetero_daso":  # what is under way then is dropped, or not, as it happens
+    if name != "hetero_daso":  # an exchange under way may be dropped or not
         [other, *_] = [theirs[rank].value for rank in left]
         assert distance(weights[0], other[0]) < 1e-10
         assert ours[left[0]].value[2] == other[2], "exchanges, of before and after"
@@ -810,7 +810,7 @@ def test_replicas_of_unequal_size_go_on_when_one_is_lost(name: str, sizes: list[
 @pytest.mark.parametrize("lost", [0, 3])
 @pytest.mark.parametrize("name", [*ASYNCHRONOUS, "hetero_gossip", "hetero_gossip_push_sum"])
 def test_replicas_at_their_own_pace_go_on_when_one_is_lost(name: str, lost: int) -> None:
-    """Also where their center has lived with it, and where an offer is under way."""
+    """The lost rank may be the center's host, and an offer may be under way."""
     options = {"replica": "node", "ranks_per_node": [2, 1, 1], **(SYNCHRONOUS | ASYNCHRONOUS)[name]}
     found = attempt(survived, 4, name, True, lost, **options)
     weights = [outcome.value[0] for outcome in found if outcome.value]
@@ -829,7 +829,7 @@ def test_hetero_ddp_cannot_lose_shards() -> None:
 
 
 class TensorParallel(ShardedNet):
-    """Two ranks split each layer; pairs of ranks shard what is left."""
+    """Two ranks split each layer; pairs of ranks shard the parts."""
 
     def configure_model(self) -> None:
         mesh = self.device_mesh
@@ -865,7 +865,7 @@ def test_ranks_that_split_layers_have_the_same_samples(name: str, nodes: Any, op
     [("hetero_diloco", 2, 3), ("hetero_node", 2, 2), ("hetero_easgd", 2, 3), ("hetero_diloco", 4, 5)],
 )
 def test_ranks_that_split_layers_go_on_when_others_are_lost(name: str, size: int, lost: int) -> None:
-    """Replicas of one pair of ranks, or of two, train on as replicas of one rank, or of two, with whole models do."""
+    """One or two replicas of a pair of ranks train on as one or two replicas of one rank with whole models do."""
     options = {**SYNCHRONOUS[name], "balance": [2.0, 1.0] * (size // 2), "ranks_per_node": size}
     options["tensor_parallel_size"] = 2
     ours = attempt(survived, 2 * size, name, True, lost, kind=TensorParallel, **options)
@@ -1035,7 +1035,7 @@ def regrouped(path: str, resume: str | None, shards: bool, full: bool = False, s
 @pytest.mark.parametrize("step", [0, 12])
 @pytest.mark.parametrize("full", [False, True], ids=["directory", "file"])
 def test_each_parameter_keeps_its_own_moments(full: bool, step: int, tmp_path: Any) -> None:
-    """Step 12 is after the layer was unfrozen; at step 0 there are no moments yet, and saving makes none."""
+    """Step 12 is after the layer was unfrozen; at step 0 there are no moments, and saving makes none."""
     path = str(tmp_path / "a.ckpt")
     [undisturbed, *_] = run(regrouped, 2, str(tmp_path / "b.ckpt"), None, False, step=12)
     ours = run(regrouped, 2, path, None, True, full, step=step)

@@ -35,7 +35,7 @@ class At(pl.Callback):
 
 
 class Began(pl.Callback):
-    """The weights with which training began."""
+    """Keeps the weights with which training began."""
 
     weights: torch.Tensor
 
@@ -44,7 +44,7 @@ class Began(pl.Callback):
 
 
 def _fit(resume: str | None = None, *callbacks: Any, kind: Any = NodeAverageStrategy, **options: Any) -> dict[str, Any]:
-    """Twelve steps; replicas meet after every fifth."""
+    """Train for twelve steps; replicas meet after every fifth."""
     module, began = Net(), Began()
     settings = {**FAST, "max_steps": 12, "callbacks": [began, *callbacks], **options}
     trainer = pl.Trainer(strategy=kind(5, balance=[2.0, 1.0], global_batch_size=6, timeout=60), **settings)
@@ -52,8 +52,8 @@ def _fit(resume: str | None = None, *callbacks: Any, kind: Any = NodeAverageStra
         warnings.simplefilter("always")
         warnings.filterwarnings("ignore", "Be aware that when using `ckpt_path`|Checkpoint directory .* exists")
         trainer.fit(module, DataLoader(dataset(60), batch_size=3, shuffle=True), ckpt_path=resume)
-    said = [str(w.message) for w in caught if "checkpoint" in str(w.message)]
-    return {"weights": parameters(module), "began": began.weights, "said": said}
+    messages = [str(w.message) for w in caught if "checkpoint" in str(w.message)]
+    return {"weights": parameters(module), "began": began.weights, "messages": messages}
 
 
 def _save(path: str) -> Any:
@@ -80,8 +80,8 @@ def _second(folder: str, path: str = "mid.ckpt", **options: Any) -> Any:
 
 
 @pytest.fixture(scope="module")
-def apart(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Any]]:
-    """The folders of two hosts, and what they did; the checkpoint that all share has been copied to both."""
+def two_hosts(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Any]]:
+    """Folders of two hosts, and the results of their fits; the common checkpoint has been copied to both."""
     folder = tmp_path_factory.mktemp("apart")
     whole = run(_first, 2, str(folder), nodes=APART)
     shutil.copy(folder / "0" / "mid.ckpt", folder / "1" / "mid.ckpt")
@@ -89,14 +89,14 @@ def apart(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Any]]:
 
 
 @pytest.fixture
-def hosts(apart: tuple[Path, list[Any]], tmp_path: Path) -> Path:
-    """A copy of them to spoil."""
-    shutil.copytree(apart[0], tmp_path / "hosts")
+def hosts(two_hosts: tuple[Path, list[Any]], tmp_path: Path) -> Path:
+    """A copy of these folders that a test may damage."""
+    shutil.copytree(two_hosts[0], tmp_path / "hosts")
     return tmp_path / "hosts"
 
 
-def test_each_host_keeps_and_needs_its_own_replica_only(apart: tuple[Path, list[Any]]) -> None:
-    folder, whole = apart
+def test_each_host_keeps_and_needs_its_own_replica_only(two_hosts: tuple[Path, list[Any]]) -> None:
+    folder, whole = two_hosts
     shared = torch.load(folder / "0" / "mid.ckpt", weights_only=True)
     names = [shard.name for shard in shards_of(folder / "0" / "mid.ckpt")]
     for rank in (0, 1):
@@ -113,11 +113,11 @@ def test_each_host_keeps_and_needs_its_own_replica_only(apart: tuple[Path, list[
     for rank, (one, other) in enumerate(zip(whole, run(_second, 2, str(folder), nodes=APART), strict=True)):
         assert torch.equal(other["began"], values[rank])
         assert torch.equal(other["weights"], one["weights"])
-        assert other["said"] == []
+        assert other["messages"] == []
 
 
-def test_lightning_alone_goes_on_from_the_consensus(apart: tuple[Path, list[Any]]) -> None:
-    path = apart[0] / "0" / "mid.ckpt"
+def test_lightning_alone_goes_on_from_the_consensus(two_hosts: tuple[Path, list[Any]]) -> None:
+    path = two_hosts[0] / "0" / "mid.ckpt"
     module, began = Net(), Began()
     trainer = pl.Trainer(devices=1, **{**FAST, "max_steps": 8, "callbacks": [began]})
     warnings.filterwarnings("ignore", "You're resuming from a checkpoint that ended before the epoch ended")
@@ -135,11 +135,11 @@ def test_without_one_shard_all_replicas_start_alike(hosts: Path) -> None:
     for result in (first, second):
         assert torch.equal(result["began"], torch.cat([value.reshape(-1) for value in saved.values()]))
         assert result["weights"].isfinite().all()
-    [told] = first["said"]
-    assert told.startswith("Rank 1 does not find its replica's own state")
-    assert f"mid.ckpt.shards/{shard.name}" in told
-    assert told.endswith("All replicas start from the checkpoint's weights, with its optimizers' state.")
-    assert second["said"] == []
+    [message] = first["messages"]
+    assert message.startswith("Rank 1 does not find its replica's own state")
+    assert f"mid.ckpt.shards/{shard.name}" in message
+    assert message.endswith("All replicas start from the checkpoint's weights, with its optimizers' state.")
+    assert second["messages"] == []
 
 
 def test_a_shard_that_was_cut_off_ends_all_ranks(hosts: Path) -> None:
@@ -169,8 +169,8 @@ def test_a_later_format_gives_its_weights(hosts: Path) -> None:
         torch.save(later, hosts / str(rank) / "mid.ckpt")
     first, second = run(_second, 2, str(hosts), nodes=APART)
     assert torch.equal(first["began"], second["began"])
-    assert len(first["said"]) == 2
-    assert all("its format is 2, this version reads 1" in text for text in first["said"])
+    assert len(first["messages"]) == 2
+    assert all("its format is 2, this version reads 1" in text for text in first["messages"])
 
 
 # -- names of strategies --------------------------------------------------------------------------------------
@@ -180,11 +180,11 @@ class Renamed(NodeAverageStrategy):
     """The same algorithm by another name."""
 
 
-def test_a_subclass_by_another_name_goes_on(apart: tuple[Path, list[Any]]) -> None:
-    folder, whole = apart
+def test_a_subclass_by_another_name_goes_on(two_hosts: tuple[Path, list[Any]]) -> None:
+    folder, whole = two_hosts
     for one, other in zip(whole, run(_second, 2, str(folder), kind=Renamed, nodes=APART), strict=True):
         assert torch.equal(other["weights"], one["weights"])
-        assert other["said"] == []
+        assert other["messages"] == []
 
 
 def test_every_strategy_has_a_name_of_its_own_in_checkpoints() -> None:

@@ -1,4 +1,4 @@
-"""A stream that all ranks read alike: each sample once, and a resumed run at the right sample."""
+"""Streams that all ranks read alike: each sample once, and a resumed run at the right sample."""
 
 import warnings
 from collections import Counter
@@ -19,7 +19,7 @@ KINDS = [(HeteroDDPStrategy, {}), (NodeAverageStrategy, {"ranks_per_node": 1, "e
 
 
 class Plain(IterableDataset):
-    """In another order in each epoch."""
+    """A stream with another order in each epoch."""
 
     def __init__(self, samples: int = SAMPLES) -> None:
         self.data, self.epoch = dataset(samples), 0
@@ -45,7 +45,7 @@ class Sized(Plain):
 
 
 class Costly(Plain):
-    """Says what a sample costs: of few samples very much."""
+    """Has costs of samples, with few very large ones."""
 
     def sample_cost(self, sample: Any) -> int:
         return cost(int(sample[3]))
@@ -67,7 +67,7 @@ def orders(epochs: int) -> list[list[int]]:
 
 
 def _fit(kind: Any, options: Any, data: Any, workers: int = 0, path: Any = None, **more: Any) -> dict[str, Any]:
-    warnings.filterwarnings("ignore", "Your `IterableDataset` has `__len__` defined")  # by Lightning, always
+    warnings.filterwarnings("ignore", "Your `IterableDataset` has `__len__` defined")  # Lightning always warns
     module = Net()
     loader = DataLoader(SharedStream(data), batch_size=BATCH, num_workers=workers, persistent_workers=workers > 0)
     trainer = train(module, kind(**{"balance": [3, 1], **options}), loader, path=path, **{"max_epochs": 2, **more})
@@ -92,7 +92,7 @@ def test_the_global_batches_are_those_of_one_process() -> None:
         assert all(error(result["parameters"], truth) <= 1e-10 for result in results), case
 
 
-#: How a fit is resumed: strategy, options, stream, workers, after which step: within an epoch, or at its end.
+#: Resumed fits: strategy, options, stream, workers, and the step of the checkpoint, within an epoch or at its end.
 RESUMED = [(kind, options, data, 0, 7) for kind, options in KINDS for data in (Plain, Sized)]
 RESUMED.append((HeteroDDPStrategy, {}, Jumping, 2, 10))
 
@@ -113,7 +113,7 @@ def test_a_run_goes_on_with_the_next_batch_or_epoch(tmp_path: Any) -> None:
             assert torch.equal(rest["parameters"], whole["parameters"]), case
 
 
-#: How a stream is dealt by cost, by how many workers it is read, after which step a run is resumed.
+#: Streams that are dealt by cost: the rule, the number of workers, and the step of the checkpoint.
 DEALT = [(rule, workers, steps) for rule in ("additive", "padded") for workers, steps in ((0, 10), (2, 3))]
 
 
@@ -129,14 +129,14 @@ def _dealt(folder: Any) -> list[tuple[dict[str, Any], dict[str, Any]]]:
 def test_a_stream_is_dealt_by_cost(tmp_path: Any) -> None:
     truth = one_process(SAMPLES, orders(2), epochs=1)
     for case, *results in zip(DEALT, *run(_dealt, 2, tmp_path), strict=True):
-        apart = []
+        largest_parts = []
         for step, batch in enumerate(orders(2)):
             parts = [whole["seen"][step] for whole, _ in results]
             assert Counter(i for part in parts for i in part) == Counter(batch), case
             sizes = [sum(map(cost, p)) if case[0] == "additive" else len(p) * max(map(cost, p)) for p in parts]
-            apart.append(max(sizes) / sum(sizes))
+            largest_parts.append(max(sizes) / sum(sizes))
         assert len({len(batch) for batch in results[0][0]["seen"]}) > 2, case
-        assert sum(apart) / len(apart) < 0.65, case
+        assert sum(largest_parts) / len(largest_parts) < 0.65, case
         for whole, rest in results:
             assert error(whole["parameters"], truth) <= 1e-10, case
             assert rest["seen"] == whole["seen"][case[-1] :], case

@@ -1,4 +1,4 @@
-"""SIGTERM: all ranks stop after the same step, save what a run goes on from as if it had never stopped, and end."""
+"""SIGTERM: all ranks stop after the same step and save a checkpoint, from which a run goes on as without the stop."""
 
 import os
 import signal
@@ -30,7 +30,7 @@ UNSEEN = {**EPOCHS, "limit_val_batches": 0}  # the end of an epoch is its last b
 
 
 class Terminated(pl.Callback):
-    """Asks ranks to stop once they have done a step, each of which then waits until it knows that it has been asked."""
+    """Sends SIGTERM to ranks after a step; each of them then waits until the request is known."""
 
     def __init__(self, step: int, ranks: tuple[int, ...] = (1,), signum: int = signal.SIGTERM) -> None:
         self.step, self.ranks, self.signum = step, ranks, signum
@@ -128,8 +128,8 @@ def test_a_stopped_run_goes_on_bitwise(tmp_path: Path, kind: Any, options: dict[
             assert torch.equal(second["weights"], whole["weights"]), case
 
 
-class Deaf(pl.Callback):
-    """Rank 0 does not hear of it."""
+class NoRequest(pl.Callback):
+    """Rank 0 does not get the request."""
 
     def on_train_start(self, trainer: pl.Trainer, *_: Any) -> None:
         trainer.strategy.stop_request.agreed._limit = 3.0  # only here: joining may take longer
@@ -138,7 +138,7 @@ class Deaf(pl.Callback):
 
 
 def _unanswered(kind: Any) -> None:
-    settings = {**FAST, "max_epochs": 50, "callbacks": [Deaf(), Terminated(3)]}
+    settings = {**FAST, "max_epochs": 50, "callbacks": [NoRequest(), Terminated(3)]}
     trainer = pl.Trainer(strategy=kind(**BASE), **settings)
     trainer.fit(Net(), DataLoader(dataset(96), batch_size=4))
 
@@ -148,13 +148,13 @@ def _unanswered(kind: Any) -> None:
 def test_a_rank_that_does_not_answer_is_not_waited_for_without_end(kind: Any) -> None:
     outcomes = attempt(_unanswered, 2, kind, nodes=[1, 1], timeout=60)
     assert all(isinstance(outcome.error, CommunicationError) for outcome in outcomes), outcomes[1].trace
-    said = str(outcomes[1].error)
-    assert "could not agree with the others on a step to save and stop at, as SIGTERM asks: no answer from" in said
-    assert "rank(s) 0 within 3 s" in said
+    message = str(outcomes[1].error)
+    assert "could not agree with the others on a step to save and stop at, as SIGTERM asks: no answer from" in message
+    assert "rank(s) 0 within 3 s" in message
 
 
 class Dies(pl.Callback):
-    """Rank 1 is killed when rank 0 waits for its answer."""
+    """Rank 1 is killed while rank 0 waits for its answer."""
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         if trainer.global_rank == 1 and trainer.global_step == 3:

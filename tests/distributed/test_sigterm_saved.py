@@ -1,4 +1,4 @@
-"""SIGTERM: where a run is saved, under SLURM and after a real kill."""
+"""SIGTERM: the place of the checkpoint, under SLURM and after a real kill."""
 
 import os
 import signal
@@ -77,14 +77,14 @@ def test_under_slurm_the_job_is_requeued_and_goes_on(tmp_path: Path, signum: int
 SCRIPT = """
 import sys
 sys.path.insert(0, {here!r})
-from test_sigterm_saved import Sleepy, train
+from test_sigterm_saved import SlowSteps, train
 if __name__ == "__main__":
-    train({kind!r}, {folder!r}, callbacks=[Sleepy({folder!r})], devices=2)
+    train({kind!r}, {folder!r}, callbacks=[SlowSteps({folder!r})], devices=2)
 """
 
 
-class Sleepy(pl.Callback):
-    """Does not get far; says when it has begun."""
+class SlowSteps(pl.Callback):
+    """Trains slowly; reports that it has begun."""
 
     def __init__(self, folder: str) -> None:
         self.folder = folder
@@ -122,11 +122,11 @@ def test_a_job_that_is_killed_ends_as_terminated_and_goes_on(tmp_path: Path, kin
     script.write_text(SCRIPT.format(here=str(Path(__file__).parent), kind=kind, folder=str(tmp_path)))
     killer = threading.Thread(target=_kill_rank_0_once_both_have_begun, args=(tmp_path,))
     killer.start()
-    [(status, said)] = run_script(script, folder=tmp_path)
+    [(status, output)] = run_script(script, folder=tmp_path)
     killer.join()
-    assert status == TERMINATED, said
-    assert f"saved {tmp_path}/kept/last-sigterm.ckpt" in said
-    assert "local rank 1" not in said  # which has not failed
+    assert status == TERMINATED, output
+    assert f"saved {tmp_path}/kept/last-sigterm.ckpt" in output
+    assert "local rank 1" not in output  # which has not failed
     saved = torch.load(tmp_path / "kept" / "last-sigterm.ckpt", weights_only=True)
     assert 1 <= saved["global_step"] < 24
     whole = run(train, 2, kind, str(tmp_path / "whole"), nodes=[2])

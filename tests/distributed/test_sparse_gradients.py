@@ -1,4 +1,4 @@
-"""Sparse gradients: as in one process, wherever they come among DDP's buckets, or refused."""
+"""Sparse gradients: the weights of one process, wherever they are among DDP's buckets; or an error."""
 
 from typing import Any
 
@@ -81,18 +81,18 @@ def test_as_in_one_process(last: bool) -> None:
             assert off < (1e-2 if name == "bf16" else 1e-12), name
 
 
-def _apart() -> torch.Tensor:
+def _in_replicas() -> torch.Tensor:
     strategy = NodeAverageStrategy(every_n_steps=2, balance="off", global_batch_size=BATCH, timeout=60)
     return _fit(True, strategy)
 
 
 def test_in_replicas() -> None:
-    found = run(_apart, 4, nodes=[2, 2])
+    found = run(_in_replicas, 4, nodes=[2, 2])
     assert all(torch.equal(one, found[0]) for one in found)
 
 
 class NoStep(pl.Callback):
-    """Sees that no step begins."""
+    """Checks that no step begins."""
 
     def on_train_batch_start(self, *_: Any) -> None:
         raise AssertionError("training has begun")

@@ -26,7 +26,7 @@ DDP, DILOCO = (HeteroDDPStrategy, {}), (DiLoCoStrategy, {"tau": 5})
 
 
 class Killed(pl.Callback):
-    """Kills a rank at some moment after a number of batches."""
+    """Kills a rank some seconds after a number of batches."""
 
     def __init__(self, rank: int, batches: int, seconds: float) -> None:
         self.rank, self.batches, self.seconds = rank, batches, seconds
@@ -40,14 +40,14 @@ class Killed(pl.Callback):
 
 def train(folder: str, kind: Any, *callbacks: pl.Callback, every: int = 2, **options: Any) -> dict[str, Any]:
     warnings.filterwarnings("ignore", "No checkpoint was saved")  # steps are faster than the disk
-    warnings.filterwarnings("ignore", "Replicas have not met")  # saved more often than they meet
+    warnings.filterwarnings("ignore", "Replicas have not met")  # replicas save more often than they meet
     limits = {"max_epochs": options.pop("max_epochs", 3), **options.pop("trainer", {})}
     keeps = ResumableCheckpoint(folder, every_n_steps=every, **options.pop("keeps", {}))
     strategy = kind[0](**{"balance": [2.0, 1.0], "global_batch_size": 12, **kind[1], **options.pop("strategy", {})})
     settings = {**FAST, **limits, "enable_checkpointing": True, "callbacks": [*callbacks, keeps]}
     trainer = pl.Trainer(strategy=strategy, **settings)
     module = options.pop("module", Dropping)()
-    torch.manual_seed(trainer.global_rank)  # each rank drops out other units
+    torch.manual_seed(trainer.global_rank)  # ranks drop out different units
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trainer.fit(module, DataLoader(dataset(96), batch_size=4, shuffle=True), **options)
@@ -55,7 +55,7 @@ def train(folder: str, kind: Any, *callbacks: pl.Callback, every: int = 2, **opt
         "weights": parameters(module),
         "seen": module.seen,
         "step": trainer.global_step,
-        "said": [str(w.message) for w in caught if "passed over" in str(w.message)],
+        "messages": [str(w.message) for w in caught if "passed over" in str(w.message)],
         "files": sorted(os.listdir(folder)),
     }
 
@@ -66,7 +66,7 @@ def test_killed_again_and_again_it_ends_as_if_never_stopped(tmp_path: Path, kind
     whole = run(train, 2, str(tmp_path / "whole"), kind, nodes=[1, 1])
     folder, kills, chance = str(tmp_path / "killed"), 0, random.Random(time.time_ns())
     for number in range(9):
-        batches = chance.randint(3, 15) if number < 8 else 99  # of 24; at last the run is let alone
+        batches = chance.randint(3, 15) if number < 8 else 99  # of 24 steps; the last run is not stopped
         outcomes = attempt(train, 2, folder, kind, Killed(number % 2, batches, chance.uniform(0, 0.04)), nodes=[1, 1])
         assert not any(outcome.late for outcome in outcomes)
         if all(outcome.value for outcome in outcomes):
@@ -104,22 +104,22 @@ def _lose_a_shard(folder: Path) -> None:
 
 @pytest.mark.long(after=1)
 @pytest.mark.parametrize(
-    ("kind", "change", "said"),
+    ("kind", "change", "words"),
     [(DDP, _keep, None), (DDP, _cut_off, "it was cut off"), (DILOCO, _lose_a_shard, "replica(s) 1 is missing")],
     ids=["complete", "cut off", "without a shard"],
 )
-def test_it_goes_on_from_the_newest_that_is_whole(tmp_path: Path, kind: Any, change: Any, said: str | None) -> None:
-    # With DiLoCo a complete fit has made all replicas equal; what goes on from before that is as if never stopped.
+def test_it_goes_on_from_the_newest_that_is_whole(tmp_path: Path, kind: Any, change: Any, words: str | None) -> None:
+    # With DiLoCo a complete fit makes all replicas equal; a fit resumed from before that is as one without a stop.
     whole = run(train, 2, str(tmp_path / "whole"), kind, nodes=[1, 1])
     results = run(_stopped, 2, str(tmp_path / "stopped"), kind, change, nodes=[1, 1])
     for rank, (truth, (first, second, third)) in enumerate(zip(whole, results, strict=True)):
         assert first["step"] == 16
         assert second["step"] == third["step"] == 24
         assert second["seen"] == truth["seen"][24 - len(second["seen"]) :]  # one may have been left out
-        assert said is not None or len(second["seen"]) == 8
+        assert words is not None or len(second["seen"]) == 8
         assert torch.equal(second["weights"], truth["weights"])
-        assert len(second["said"]) == (rank == 0 and said is not None)
-        assert said is None or all(said in text and "step=16-complete.ckpt" in text for text in second["said"])
+        assert len(second["messages"]) == (rank == 0 and words is not None)
+        assert words is None or all(words in text and "step=16-complete.ckpt" in text for text in second["messages"])
         assert third["seen"] == []  # it is complete
         assert torch.equal(third["weights"], truth["weights"])
         names = [name for name in third["files"] if not name.endswith(".shards")]
@@ -159,7 +159,7 @@ def test_from_the_end_of_an_epoch_and_then_from_within_the_next(tmp_path: Path, 
 
 
 class Slower(Dropping):
-    """Learns slower from epoch to epoch."""
+    """Lowers its learning rate in each epoch."""
 
     def configure_optimizers(self) -> Any:
         optimizer: Any = super().configure_optimizers()
@@ -173,7 +173,7 @@ def _due_at_the_end(folder: str) -> Any:
 
 
 def test_what_is_due_at_the_end_of_an_epoch_is_saved_after_the_next_batch(tmp_path: Path) -> None:
-    """Else the end of the epoch would be lost, and with it a step of the learning rate."""
+    """Otherwise the end of the epoch would be lost, with a step of the learning rate."""
     for whole, again in run(_due_at_the_end, 2, str(tmp_path), nodes=[1, 1]):
         names = [name for name in whole["files"] if not name.endswith(".shards")]
         assert names == ["step=17.ckpt", "step=24-complete.ckpt", "step=9.ckpt"]

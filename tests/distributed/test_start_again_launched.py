@@ -54,7 +54,7 @@ def test_torchrun_with_restarts_finishes_by_itself(tmp_path: Path) -> None:
 
 
 class Fills(pl.Callback):
-    """From a step on no file may be as large as a checkpoint, on a rank. No checkpoint is left out until then."""
+    """From a step on files on a rank must be smaller than a checkpoint. No checkpoint is left out before that."""
 
     def __init__(self, rank: int, folder: str) -> None:
         self.rank, self.before = rank, Path(folder, "step=10.ckpt")
@@ -62,7 +62,7 @@ class Fills(pl.Callback):
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         for callback in trainer.callbacks:
             if isinstance(callback, ResumableCheckpoint):
-                callback.complete()  # what is due while the one before is being written would be left out
+                callback.complete()  # a checkpoint that is due while another one is being written would be left out
         if trainer.global_step == 11 and trainer.global_rank == self.rank:
             until = time.monotonic() + 60
             while not self.before.exists() and time.monotonic() < until:
@@ -81,8 +81,8 @@ def _full(folder: str, kind: Any, rank: int) -> Any:
 @pytest.mark.parametrize(("kind", "rank"), [(DDP, 0), (DILOCO, 1)], ids=["ddp", "diloco"])
 def test_a_full_disk_does_not_lose_the_checkpoint_before(tmp_path: Path, kind: Any, rank: int) -> None:
     whole = run(train, 2, str(tmp_path / "whole"), kind, nodes=[1, 1])
-    for said, names in run(_full, 2, str(tmp_path / "full"), kind, rank, nodes=[1, 1]):
-        assert "could not be saved: [Errno 27] File too large" in said
+    for message, names in run(_full, 2, str(tmp_path / "full"), kind, rank, nodes=[1, 1]):
+        assert "could not be saved: [Errno 27] File too large" in message
         assert names == ["step=10.ckpt", "step=5.ckpt"]
     for result, truth in zip(run(train, 2, str(tmp_path / "full"), kind, nodes=[1, 1]), whole, strict=True):
         assert result["seen"] == truth["seen"][10:]
@@ -90,7 +90,7 @@ def test_a_full_disk_does_not_lose_the_checkpoint_before(tmp_path: Path, kind: A
 
 
 class Asked(pl.Callback):
-    """Asks rank 0 to stop."""
+    """Sends SIGTERM to rank 0, and waits until the request is known."""
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         if trainer.global_step == 5 and trainer.global_rank == 0:

@@ -1,4 +1,4 @@
-"""Loaders that can tell where they stand go on there, on every rank, within an epoch and between two."""
+"""Loaders with a saved position go on there, on every rank, within an epoch and between two."""
 
 import warnings
 from collections.abc import Iterator
@@ -28,7 +28,7 @@ NAMES = [kind.__name__ for kind, _ in KINDS]
 
 
 class Shard(IterableDataset):
-    """This rank's samples, in another order in each pass; tells where it stands. Workers take batches in turns."""
+    """This rank's samples, in another order in each pass, with a saved position. Workers take batches in turn."""
 
     def __init__(self) -> None:
         self.data = dataset(BATCH * sum(LENGTHS))
@@ -120,7 +120,7 @@ def test_loaders_go_on_where_they_were(kind: Any, options: Any, cases: Any, tmp_
 
 
 def _elsewhere(folder: str, world: int) -> list[str]:
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         path = f"{folder}/step-2.ckpt"
         kind, options = KINDS[0]
@@ -128,11 +128,11 @@ def _elsewhere(folder: str, world: int) -> list[str]:
             _fit(kind, options, _loader("stream", 0), callbacks=[SaveAt(folder)], max_epochs=1)
         else:
             _fit(kind, options, _loader("stream", 0), path, max_epochs=1)
-    return [str(w.message) for w in said if "dataloaders of 2 ranks" in str(w.message)]
+    return [str(w.message) for w in caught if "dataloaders of 2 ranks" in str(w.message)]
 
 
 def test_states_of_another_number_of_ranks_are_not_used_and_it_is_said(tmp_path: Any) -> None:
     run(_elsewhere, 2, str(tmp_path), 2)
-    [said] = run(_elsewhere, 1, str(tmp_path), 1)
-    assert len(said) == 1
-    assert "this job has 1 ranks. All of them begin their epoch again" in said[0]
+    [messages] = run(_elsewhere, 1, str(tmp_path), 1)
+    assert len(messages) == 1
+    assert "this job has 1 ranks. All of them begin their epoch again" in messages[0]

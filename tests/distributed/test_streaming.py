@@ -47,7 +47,7 @@ class Pieces(pl.LightningModule):
 def by_hand(
     fragments: int, delay: int, blend: float, mutant: str = "", speeds: Sequence[float] = SPEEDS, wire: str = "fp32"
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The replicas after each of 60 steps, and what is left; two of them if on a wire of 4 bits."""
+    """Paths of the replicas over 60 steps, and the final weights; two replicas if on a wire of 4 bits."""
     x, y = data()
     w = np.stack([START] * len(speeds))
     velocity, center, momentum = np.zeros_like(w), START.copy(), np.zeros_like(START)
@@ -159,16 +159,16 @@ class Taus(pl.Callback):
     """Tau after each step."""
 
     def __init__(self) -> None:
-        self.seen: list[Any] = []
+        self.taus: list[Any] = []
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        self.seen.append(trainer.strategy.averager.status(trainer.global_step)["tau"])  # type: ignore[union-attr]
+        self.taus.append(trainer.strategy.averager.status(trainer.global_step)["tau"])  # type: ignore[union-attr]
 
 
 def _auto() -> list[Any]:
     taus = Taus()
     fit("diloco", Pieces(), tau="auto", tau_max=12, fragments=3, delay=1, blend=0.5, trainer={"callbacks": [taus]})
-    return taus.seen
+    return taus.taus
 
 
 def test_all_ranks_choose_the_same_tau() -> None:
@@ -182,7 +182,7 @@ def _save(path: str) -> None:
     events.fit("hetero_diloco/fragments", Save(path, 11, True))
 
 
-def _resume(path: str, options: dict[str, Any]) -> events.Seen:
+def _resume(path: str, options: dict[str, Any]) -> events.Record:
     return events.fit("hetero_diloco/fragments", resume=path, options=options)
 
 
@@ -191,9 +191,9 @@ def test_with_other_fragments_all_ranks_say_so_and_another_delay_goes_on(tmp_pat
     run(_save, 3, path, nodes=[1, 1, 1])
     [pending] = replicas_of(path)[0]["algorithm"]["pending"]
     assert pending["step"] == 10
-    for seen in run(_resume, 3, path, {"fragments": 1}, nodes=[1, 1, 1]):
-        assert isinstance(seen.error, CheckpointError)
-        assert "Resume with the fragments and exclude" in str(seen.error)
+    for record in run(_resume, 3, path, {"fragments": 1}, nodes=[1, 1, 1]):
+        assert isinstance(record.error, CheckpointError)
+        assert "Resume with the fragments and exclude" in str(record.error)
     for delay in (0, 3):
         first, *others = run(_resume, 3, path, {"delay": delay}, nodes=[1, 1, 1])
         assert first.error is None

@@ -8,7 +8,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from events import ROWS, Model, Seen, fit
+from events import ROWS, Model, Record, fit
 from ranks import attempt
 from tasks import dataset
 from torch.utils.data import DataLoader
@@ -16,8 +16,8 @@ from torch.utils.data import DataLoader
 LOST = 7  # steps that rank 2 takes
 
 
-class Apart(pl.Callback):
-    """Rank 0 gets as far as it can before rank 2 is killed, and rank 1 is still at the step at which rank 2 was."""
+class UnequalProgress(pl.Callback):
+    """Rank 0 gets as far as it can before rank 2 is killed; rank 1 stays at the step of rank 2."""
 
     def __init__(self) -> None:
         self.centers: dict[int, torch.Tensor] = {}
@@ -41,11 +41,11 @@ class Apart(pl.Callback):
             self.at.append(trainer.global_step)
 
 
-def _fit(options: dict[str, Any]) -> tuple[Seen, Apart]:
-    apart, model = Apart(), Model(ROWS["hetero_diloco"], scheduled=False)
+def _fit(options: dict[str, Any]) -> tuple[Record, UnequalProgress]:
+    progress, model = UnequalProgress(), Model(ROWS["hetero_diloco"], scheduled=False)
     options = {"on_peer_loss": "continue", "balance": "off", **options}
     data = DataLoader(dataset(192), batch_size=4, shuffle=True)  # no epoch ends before the loss
-    return fit("hetero_diloco", apart, model=model, data=data, options=options), apart
+    return fit("hetero_diloco", progress, model=model, data=data, options=options), progress
 
 
 LONG = pytest.mark.long
@@ -70,9 +70,9 @@ def test_replicas_that_remain_are_alike(options: dict[str, Any]) -> None:
     assert all(ahead.under_way[step] == behind.under_way[step] for step in after)
     assert any(ahead.under_way[step] for step in after) == bool(options.get("delay"))
     assert not torch.equal(ahead.centers[after[0]], ahead.centers[last])  # they still exchange
-    dropped = [text for text in first.said if "exchanges under way, which are dropped" in text]
+    dropped = [text for text in first.messages if "exchanges under way, which are dropped" in text]
     assert len(dropped) == bool(options.get("delay"))
-    assert not any("exchanges under way" in text for text in second.said)
-    assert any("starts over: " in text and "error feedback" in text for text in first.said) == ("wire" in options)
+    assert not any("exchanges under way" in text for text in second.messages)
+    assert any("starts over: " in text and "error feedback" in text for text in first.messages) == ("wire" in options)
     if options.get("delay"):
         assert max(ahead.at) > max(behind.at) + 1

@@ -1,4 +1,4 @@
-"""A fit goes on when a rank is lost: the weights are those that the samples of the ranks that remain give."""
+"""A fit goes on when a rank is lost; its weights are those of the remaining ranks' samples."""
 
 import os
 import signal
@@ -64,10 +64,10 @@ def _fit(rank: int, step: int, workers: int, options: dict[str, Any]) -> tuple[t
     strategy = HeteroDDPStrategy(on_peer_loss="continue", balance=[3.0, 2.0, 1.0], timeout=60, **options)
     trainer = pl.Trainer(strategy=strategy, callbacks=[Killed(rank, step)], **{**FAST, "max_epochs": 2})
     loader = DataLoader(Numbered(), batch_size=BATCH, shuffle=True, num_workers=workers)
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trainer.fit(module, loader)
-    loss = [str(warning.message) for warning in told if "Training goes on" in str(warning.message)]
+    loss = [str(warning.message) for warning in caught if "Training goes on" in str(warning.message)]
     weights = torch.cat([p.detach().reshape(-1) for p in module.parameters()])
     return weights, module.taken, (trainer.global_rank, trainer.world_size, strategy.recovery.losses, loss)
 
@@ -82,21 +82,21 @@ def test_hetero_ddp_goes_on_with_the_samples_of_those_who_remain(
     assert all(rest), "\n".join(outcome.trace for outcome in outcomes)
     assert torch.equal(rest[0][0], rest[1][0])
     seen = [{i for taken in (rest[0][1], rest[1][1]) for i in taken[step]} for step in range(16)]
-    # Before the loss the third rank had samples, which are not among those of the others; then none is left out.
+    # Before the loss the samples of the third rank are not among those of the others; after it no sample is left out.
     parts = [3, 2, 1]
     del parts[rank]
     counts = [len(samples) for samples in seen[:5]]
     assert counts == [2 * sum(parts)] * 5 if not options else max(counts) < 12
     assert [len(samples) for samples in seen[9:]] == [12] * 7
     assert sorted(i for samples in seen[8:] for i in samples) >= sorted(range(SAMPLES))
-    for number, (_, _, (now, world, losses, told)) in enumerate(rest):
+    for number, (_, _, (now, world, losses, messages)) in enumerate(rest):
         assert (now, world) == (number, 2)
         assert [loss.lost for loss in losses] == [{rank: DIED}]
-        assert len(told) == 1
-        assert f"rank {rank} {DIED}. Training goes on with 2 rank(s) after step 5" in told[0]
+        assert len(messages) == 1
+        assert f"rank {rank} {DIED}. Training goes on with 2 rank(s) after step 5" in messages[0]
         assert losses[0].samples > 0
-        assert f"{losses[0].samples} samples that they had still to take" in told[0]
-    # One process that takes the same steps, the lost rank's part of the first five included.
+        assert f"{losses[0].samples} samples that they had still to take" in messages[0]
+    # The weights are those of one process with the same steps; the first five include the lost rank's samples.
     expected = _one_process(seen, rank)
     assert (rest[0][0] - expected).abs().max() < 1e-10
 
@@ -123,9 +123,9 @@ def _order_of_first_epoch() -> list[list[int]]:
 
 
 class Windows(Module):
-    """Takes an optimizer step after every three batches, by Lightning or by hand; rank 2 is killed within a window.
+    """Takes an optimizer step every three batches, by Lightning or by hand; rank 2 is killed within a window.
 
-    With ``two`` optimizers a batch lets both step, one after the other, and rank 2 is killed between them.
+    With ``two`` optimizers both step in each batch, one after the other, and rank 2 is killed between them.
     """
 
     def __init__(self, manual: bool, two: bool = False, killed: bool = True) -> None:
@@ -166,20 +166,20 @@ def _fit_windows(manual: bool, two: bool) -> tuple[torch.Tensor, list[list[int]]
         limit_train_batches=6,
         **{**FAST, "max_epochs": 1},
     )
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trainer.fit(module, DataLoader(Numbered(), batch_size=BATCH, shuffle=True))
     return (
         torch.cat([p.detach().reshape(-1) for p in module.parameters()]),
         module.batches,
-        [str(one.message) for one in told],
+        [str(one.message) for one in caught],
     )
 
 
-#: Of each batch that the broken step takes in: its number, of how many ranks the samples count, and whether the loss
+#: For each batch of the broken step: its number, the number of ranks whose samples count, and whether the loss
 #: is the mean over these, or over all that were drawn.
 TAKEN = {
-    "automatic": [(3, 2, False), (4, 2, False), (5, 2, True)],  # rank 2 has taken its part of batch 3 with it
+    "automatic": [(3, 2, False), (4, 2, False), (5, 2, True)],  # rank 2's part of batch 3 is lost
     "by hand": [(3, 3, True), (4, 2, True), (5, 2, True)],
 }
 
@@ -222,7 +222,7 @@ def test_a_loss_between_two_optimizers_lets_neither_step_twice() -> None:
 
 
 class Held(pl.Callback):
-    """Rank 2, a replica of its own, is killed while rank 0 waits for the gradients of rank 1, of its replica."""
+    """Rank 2, a replica by itself, is killed while rank 0 waits for the gradients of rank 1, of the same replica."""
 
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: torch.Tensor) -> None:
         if trainer.global_step == 3 and trainer.world_size == 3:

@@ -1,4 +1,4 @@
-"""A step, an exchange or a collective that succeeds on one rank and fails on another: who missed it gets its result."""
+"""Steps, exchanges and collectives that succeed on one rank and fail on another, which then gets the result."""
 
 import os
 import signal
@@ -9,18 +9,18 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
-from events import BATCH, EPOCH, ROWS, STEPS, Model, Seen, fit, one_process, order
+from events import BATCH, EPOCH, ROWS, STEPS, Model, Record, fit, one_process, order
 from ranks import attempt
 
 from lightning_hetero.algorithms.periodic import PeriodicAverager
 from lightning_hetero.errors import CommunicationError
 
 STEP = 5
-SOON = 2.0  # seconds in which the others have done what this rank is made to miss
+SOON = 2.0  # seconds after which the others have the result that this rank misses
 
 
 class Missed(pl.Callback):
-    """A rank loses the result of something at a step, and rank 2 is killed right after it."""
+    """Lets a rank miss the result of an operation at a step; rank 2 is killed right after it."""
 
     def __init__(self, what: str, behind: int) -> None:
         self.what, self.behind = what, behind
@@ -78,32 +78,32 @@ class Missed(pl.Callback):
                 self._fail()
 
 
-def _fit(name: str, what: str, behind: int) -> tuple[Seen, float | None]:
+def _fit(name: str, what: str, behind: int) -> tuple[Record, float | None]:
     missed, model = Missed(what, behind), Model(ROWS[name], scheduled=False)
-    seen = fit(name, missed, model=model, options={"on_peer_loss": "continue", "balance": "off"})
-    return seen, getattr(missed, "sum", None)
+    record = fit(name, missed, model=model, options={"on_peer_loss": "continue", "balance": "off"})
+    return record, getattr(missed, "sum", None)
 
 
-def _both(name: str, what: str, behind: int = 1) -> list[tuple[Seen, float | None]]:
+def _both(name: str, what: str, behind: int = 1) -> list[tuple[Record, float | None]]:
     outcomes = attempt(_fit, 3, name, what, behind, nodes=[1, 1, 1])
     assert outcomes[2].exitcode == -signal.SIGKILL
     assert all(outcome.value for outcome in outcomes[:2]), "\n".join(outcome.trace for outcome in outcomes)
     both = [outcome.value for outcome in outcomes[:2]]
-    for seen, _ in both:
-        assert torch.equal(seen.weights, both[0][0].weights)
-        assert seen.error is None
-        assert seen.steps == STEPS
-        assert len(seen.losses) == 1
+    for record, _ in both:
+        assert torch.equal(record.weights, both[0][0].weights)
+        assert record.error is None
+        assert record.steps == STEPS
+        assert len(record.losses) == 1
     return both
 
 
 @pytest.mark.parametrize(("what", "behind"), [("step", 1), ("step", 0), ("report", 1)])
 def test_a_step_that_one_rank_has_missed_is_copied(what: str, behind: int) -> None:
-    """The step at which the third rank died counts with its samples, since one rank has taken it with them.
+    """The step at which the third rank died counts with its samples, since another rank has taken the step with them.
 
-    So it is if rank 0 learns of the loss when it has stepped, but has not sent its report of that step yet.
+    This holds also if rank 0 has taken the step, but not sent its report of it, when it learns of the loss.
     """
-    both = [seen for seen, _ in _both("hetero_ddp", what, behind)]
+    both = [record for record, _ in _both("hetero_ddp", what, behind)]
     first, second = both
     assert both[1 - behind].losses[0].step == STEP + (what == "step")  # as Lightning counts them: at the end of a step
     batches = []

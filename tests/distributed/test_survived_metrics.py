@@ -1,4 +1,4 @@
-"""A rank is killed before or while torchmetrics objects are synchronised: the others have their samples' value."""
+"""A rank is killed before or while torchmetrics objects are synchronised: the others get the value of their samples."""
 
 import os
 import signal
@@ -19,7 +19,7 @@ VALIDATED = 24
 
 
 class Measured(EvaluatedNet):
-    """Validates with a metric of two states, and keeps what it took in itself."""
+    """Validates with a metric of two states, and keeps its own inputs."""
 
     def __init__(self, dies: str) -> None:
         super().__init__()

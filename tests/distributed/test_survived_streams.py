@@ -58,8 +58,8 @@ class Sized(Plain):
         return SAMPLES
 
 
-class Notes(pl.Callback):
-    """Writes down at once, for each rank of the start, on which samples of which step it has trained."""
+class WritesSamples(pl.Callback):
+    """Writes down at once, for each first rank, the samples and steps that it has trained on."""
 
     def __init__(self, folder: str) -> None:
         self.path = Path(folder, f"trained-{os.environ['RANK']}{'-late' if os.environ.get(LATE) else ''}")
@@ -75,7 +75,7 @@ class Notes(pl.Callback):
 
 
 class Dies(pl.Callback):
-    """A rank of the start is killed. In other replicas than its own nobody is behind it then."""
+    """Kills a first rank, once the ranks of all replicas have reached the step."""
 
     def __init__(self, folder: str, rank: int, step: int = KILLED) -> None:
         self.folder, self.rank, self.step = folder, rank, step
@@ -101,17 +101,17 @@ class Trained(NamedTuple):
 
 
 def trained(folder: Path) -> list[Trained]:
-    """What all ranks have trained on, the lost one too."""
+    """Samples that all ranks have trained on, the lost one too."""
     lines = [line for path in folder.glob("trained-*") for line in path.read_text().splitlines()]
     return [Trained(*map(int, line.split())) for line in lines]
 
 
-class Seen(NamedTuple):
-    """What a rank has seen whose fit has ended well."""
+class Record(NamedTuple):
+    """Record of a fit that has ended well, on one rank."""
 
     weights: torch.Tensor
     losses: list[Any]
-    told: list[str]
+    messages: list[str]
     steps: int
 
 
@@ -123,34 +123,34 @@ def _fit(
     options: dict[str, Any] | None = None,
     path: str | None = None,
     **settings: Any,
-) -> Seen:
+) -> Record:
     warnings.filterwarnings("ignore", "'set_vital' is deprecated")  # torchdata calls it
     strategy_class, own = KINDS[kind]
     made = {**own, "on_peer_loss": "continue", "timeout": 60, **(options or {})}
     strategy, module = strategy_class(**made), Module()
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        trainer = pl.Trainer(strategy=strategy, callbacks=[Notes(folder), *callbacks], **{**FAST, **settings})
+        trainer = pl.Trainer(strategy=strategy, callbacks=[WritesSamples(folder), *callbacks], **{**FAST, **settings})
         trainer.fit(module, loader, ckpt_path=path)
-    said = [str(one.message) for one in told]
-    return Seen(flat(module), strategy.recovery.losses, said, trainer.global_step)
+    messages = [str(one.message) for one in caught]
+    return Record(flat(module), strategy.recovery.losses, messages, trainer.global_step)
 
 
-def went_on(outcomes: list[Outcome], lost: int) -> list[Seen]:
-    """What those have seen that remain: they have equal weights, and have all named who was lost."""
+def went_on(outcomes: list[Outcome], lost: int) -> list[Record]:
+    """Records of the survivors. Fails if their weights differ, or if one of them has not named the lost rank."""
     assert outcomes[lost].exitcode == -signal.SIGKILL, outcomes[lost].trace
     rest = [outcome.value for rank, outcome in enumerate(outcomes) if rank != lost]
     assert all(rest), "\n".join(outcome.trace for outcome in outcomes)
-    for seen in rest:
-        assert torch.equal(seen.weights, rest[0].weights)
-        assert [loss.lost for loss in seen.losses] == [{lost: DIED}]
-        assert seen.losses[0].samples == rest[0].losses[0].samples
-        assert len([text for text in seen.told if "Training goes on" in text]) == 1
+    for record in rest:
+        assert torch.equal(record.weights, rest[0].weights)
+        assert [loss.lost for loss in record.losses] == [{lost: DIED}]
+        assert record.losses[0].samples == rest[0].losses[0].samples
+        assert len([text for text in record.messages if "Training goes on" in text]) == 1
     return rest
 
 
 def one_process(steps: list[list[int]]) -> torch.Tensor:
-    """The weights of one process that takes these steps."""
+    """Weights of one process that takes these steps."""
     data, module = Numbered(), Module()
     optimizer = torch.optim.SGD(module.parameters(), lr=LR, momentum=0.9)
     for samples in steps:
@@ -169,7 +169,7 @@ def steps_of(samples: list[Trained]) -> list[list[int]]:
 # -- a stream that all read alike ----------------------------------------------------------------------------
 
 
-def _shared(folder: str, kind: str, data: Any, workers: int, stateful: bool, rank: int) -> Seen:
+def _shared(folder: str, kind: str, data: Any, workers: int, stateful: bool, rank: int) -> Record:
     warnings.filterwarnings("ignore", "'set_vital' is deprecated")
     warnings.filterwarnings("ignore", "Your `IterableDataset` has `__len__` defined")
     loader = (StatefulDataLoader if stateful else DataLoader)(
@@ -194,7 +194,7 @@ def test_each_sample_of_a_shared_stream_is_trained_on_or_counted(
     assert rest[0].losses[0].bound == ""
     if (
         not workers or data is Sized
-    ):  # else workers were asked for batches beyond the end, which count in the next epoch
+    ):  # otherwise workers are asked for batches beyond the end, which count in the next epoch
         assert sum(one.epoch == 1 for one in done) == SAMPLES
     assert rest[0].steps == 16  # an epoch has as many steps as before
     assert (rest[0].weights - one_process(steps_of(done))).abs().max() < 1e-10
@@ -208,8 +208,8 @@ def test_replicas_go_on_with_a_shared_stream(tmp_path: Path, kind: str, world: i
     [loss] = rest[0].losses
     assert loss.bound == "up to "
     missing = 2 * SAMPLES - len(done)
-    assert 0 < missing <= loss.samples <= missing + KILLED * BATCH  # it may not have told of its latest steps
-    assert f"Up to {loss.samples} samples that they had still to take are not trained on." in " ".join(rest[0].told)
+    assert 0 < missing <= loss.samples <= missing + KILLED * BATCH  # it may not have reported its latest steps
+    assert f"Up to {loss.samples} samples that they had still to take are not trained on." in " ".join(rest[0].messages)
 
 
 # -- streams of each rank's own ------------------------------------------------------------------------------
@@ -218,7 +218,7 @@ LENGTHS = (5, 8, 6)  # batches of each rank's own part
 
 
 class Part(IterableDataset):
-    """The part of a rank of the start; can tell where it stands in which part."""
+    """The stream of one of the first ranks; its state has the part and the position."""
 
     def __init__(self, part: int) -> None:
         self.data, self.part, self.at = Numbered(), part, 0
@@ -247,7 +247,7 @@ def part_of(index: int) -> int:
     return next(rank for rank in range(3) if index < BATCH * sum(LENGTHS[: rank + 1]))
 
 
-def _own(folder: str, kind: str, data: Any, stateful: bool, rank: int, balance: Any) -> Seen:
+def _own(folder: str, kind: str, data: Any, stateful: bool, rank: int, balance: Any) -> Record:
     warnings.filterwarnings("ignore", "'set_vital' is deprecated")
     warnings.filterwarnings("ignore", "Your `IterableDataset` has `__len__` defined")
     loader = (StatefulDataLoader if stateful else DataLoader)(data(int(os.environ["RANK"])), batch_size=BATCH)
@@ -279,16 +279,16 @@ def test_others_go_on_with_their_own_parts(
     assert parts == {**others, (0, rank): KILLED * own}
     assert set(Counter((one.epoch, one.index) for one in done).values()) == {1}
     [loss] = rest[0].losses
-    said = next(text for text in rest[0].told if "Training goes on" in text)
-    assert f"What was left of the training data of rank(s) {rank} is gone" in said
-    assert "SharedStream" in said
-    if kind == "ddp":  # others know what it has drawn of the broken step; without a length also of the next one
+    message = next(text for text in rest[0].messages if "Training goes on" in text)
+    assert f"What was left of the training data of rank(s) {rank} is gone" in message
+    assert "SharedStream" in message
+    if kind == "ddp":  # others know its batches of the broken step, and without a length also of the next one
         drawn = own * (1 if data is SizedPart else 2)
-        assert f"At least {drawn} samples that they had still to take are not trained on." in said
+        assert f"At least {drawn} samples that they had still to take are not trained on." in message
         assert (loss.samples, loss.bound) == (drawn, "at least ")
         assert (rest[0].weights - one_process(steps_of(done))).abs().max() < 1e-10
     else:
-        assert "How many samples that they had still to take are not trained on is not known." in said
+        assert "How many samples that they had still to take are not trained on is not known." in message
 
 
 # -- checkpoints after the loss ------------------------------------------------------------------------------
@@ -306,7 +306,7 @@ class SaveAt(pl.Callback):
 AFTER = KILLED + 4
 
 
-def _saved(folder: str, shared: bool, path: str, resumed: bool) -> Seen:
+def _saved(folder: str, shared: bool, path: str, resumed: bool) -> Record:
     warnings.filterwarnings("ignore", "'set_vital' is deprecated")
     rank = int(os.environ["RANK"])
     loader = (
@@ -330,14 +330,14 @@ def test_a_run_goes_on_from_a_checkpoint_after_the_loss(tmp_path: Path, shared: 
     expected = sorted(one for one in trained(whole) if one.step >= AFTER)
     assert sorted(trained(again)) == expected
     assert expected
-    for seen in resumed:
-        assert torch.equal(seen.weights, rest[0].weights)
+    for record in resumed:
+        assert torch.equal(record.weights, rest[0].weights)
 
 
 # -- others join ---------------------------------------------------------------------------------------------
 
 
-def _grown(folder: str, kind: str, file: str | None, own: bool, wait: int) -> Seen:
+def _grown(folder: str, kind: str, file: str | None, own: bool, wait: int) -> Record:
     if os.environ.get(LATE):
         until = time.monotonic() + 120
         while file is not None and not Path(file).exists() and time.monotonic() < until:
@@ -354,7 +354,7 @@ def test_who_joins_after_a_loss_goes_on_with_the_next_sample(tmp_path: Path, kin
     assert outcomes[1].exitcode == -signal.SIGKILL
     rest = [outcome.value for rank, outcome in enumerate(outcomes) if rank != 1]
     assert all(rest), "\n".join(outcome.trace for outcome in outcomes)
-    assert all(torch.equal(seen.weights, rest[0].weights) for seen in rest)
+    assert all(torch.equal(record.weights, rest[0].weights) for record in rest)
     assert list(tmp_path.glob("trained-*-late"))
     done = trained(tmp_path)
     assert set(Counter((one.epoch, one.index) for one in done).values()) == {1}

@@ -1,4 +1,4 @@
-"""A rank that makes the job slower than it would be without it: the log and the report say so, with the numbers."""
+"""A rank that slows the job down more than it helps: the log and the report say so, with the numbers."""
 
 import json
 import logging
@@ -19,7 +19,7 @@ from lightning_hetero.batching.shares import Cost
 TOTAL = 32  # samples of all ranks in a step
 #: With its least share, one sample, the last rank takes 0.5 s; the others do all 32 in less.
 TOO_SLOW = [(0.010, 0.002), (0.020, 0.004), (0.45, 0.05)]
-#: Slow, and of use all the same: it takes some of the samples without making a step longer.
+#: Slow but useful: it takes some samples without making a step longer.
 SLOW = [(0.010, 0.002), (0.020, 0.004), (0.010, 0.02)]
 ALIKE = [(0.010, 0.002)] * 3
 
@@ -36,10 +36,10 @@ def brute_force(costs: Sequence[tuple[float, float]], least: int = 1) -> float:
 
 
 def _fit(strategy: type[HeteroStrategy], costs: list[tuple[float, float]], root: Path, **options: Any) -> list[str]:
-    """What this rank's log says of ranks that are too slow."""
-    told: list[str] = []
+    """Messages in this rank's log about ranks that are too slow."""
+    messages: list[str] = []
     handler = logging.Handler()
-    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("lightning.pytorch.utilities.rank_zero").addHandler(handler)
     with virtual_time():
         callbacks = [HeteroMonitor(report=root), EmulatedSpeed(costs)]
@@ -47,7 +47,7 @@ def _fit(strategy: type[HeteroStrategy], costs: list[tuple[float, float]], root:
         fast = {**FAST, "max_steps": 60, "max_epochs": -1, "devices": len(costs)}
         trainer = pl.Trainer(strategy=chosen, callbacks=callbacks, **fast)
         trainer.fit(Net(), DataLoader(dataset(TOTAL * 20), batch_size=8))
-    return [line for line in told if "times as fast" in line]
+    return [line for line in messages if "times as fast" in line]
 
 
 def advice(root: Path) -> str:

@@ -1,4 +1,4 @@
-"""Batches dealt by what samples cost: the trained weights stay those of one process, each sample counts once."""
+"""Batches dealt by costs of samples: the weights are those of one process, and each sample counts once."""
 
 import warnings
 from pathlib import Path
@@ -25,18 +25,18 @@ class AdamW(Net):
         super().__init__("adamw")
 
 
-class Told(Net):
-    """Says itself what samples cost."""
+class WithCosts(Net):
+    """Has a hook with the costs of samples."""
 
     def sample_cost(self, index: int) -> int:
         return COSTS[index]
 
 
-#: Options of the strategy, the model, what ours and one process have in common, and what is ours only.
+#: Options of the strategy, the model, options of both fits, and options of ours.
 CASES: dict[str, tuple[dict[str, Any], Any, dict[str, Any], dict[str, Any]]] = {
     "additive": ({**ADDITIVE, "balance": "off"}, Net, {}, {}),
     "padded": ({**PADDED, "balance": "off"}, Net, {}, {}),
-    "additive, measured": ({**ADDITIVE, "rebalance_every_n_steps": 1}, Told, {}, {}),
+    "additive, measured": ({**ADDITIVE, "rebalance_every_n_steps": 1}, WithCosts, {}, {}),
     "padded, measured, workers": ({**PADDED, "rebalance_every_n_steps": 1}, Net, {}, {"loader": {"num_workers": 1}}),
     "additive, changed mid-run": (ADDITIVE, Net, {}, {"changes": {3: [5.0, 1.0, 1.0], 17: [1.0, 8.0, 0.0]}}),
     "padded, changed mid-run": (PADDED, Net, {}, {"changes": {3: [5.0, 1.0, 1.0], 17: [0.0, 8.0, 1.0]}}),
@@ -77,7 +77,7 @@ def test_a_deal_by_cost_comes_to_what_one_process_comes_to(world: int) -> None:
     for step, batch in enumerate(batches_of(3)):
         parts = [results["additive"]["seen"][step] for results in ranks]
         sums = [sum(COSTS[i] for i in part) for part in parts]
-        assert max(sums) <= sum(sums) / world + max(COSTS[i] for i in batch)  # by samples it is not
+        assert max(sums) <= sum(sums) / world + max(COSTS[i] for i in batch)  # a split by samples is not
     counts = [len(part) for part in ranks[0]["additive"]["seen"]]
     assert len(set(counts)) > 2
     assert max(counts) > 12 / world
@@ -116,7 +116,7 @@ def test_replicas_that_differ_take_each_sample_once(tmp_path: Path) -> None:
 
 
 def _resumed(path: str, options: dict[str, Any]) -> tuple[Any, Any, Any]:
-    """The parameters of a whole run and of a resumed one, what they saw."""
+    """Parameters of a whole run and of a resumed one, and their samples."""
 
     def fit(ckpt: str | None, *callbacks: pl.Callback) -> Net:
         module = Net()
@@ -143,7 +143,7 @@ def test_a_run_resumes_in_mid_epoch(tmp_path: Path, options: dict[str, Any]) -> 
 # -- costs that explain nothing ----------------------------------------------------------------------------
 
 
-def _misled() -> tuple[torch.Tensor, list[int], list[str], bool]:
+def _with_useless_costs() -> tuple[torch.Tensor, list[int], list[str], bool]:
     CostEvidence.off = lambda self: (0.4, 0.02)  # type: ignore[method-assign]
     module = Net()
     strategy = HeteroDDPStrategy(global_batch_size=12, sample_cost=COSTS, rebalance_every_n_steps=2, balance="auto")
@@ -151,17 +151,17 @@ def _misled() -> tuple[torch.Tensor, list[int], list[str], bool]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trainer.fit(module, DataLoader(dataset(), batch_size=2, shuffle=True))
-    told = [str(warning.message) for warning in caught if "said to cost" in str(warning.message)]
+    messages = [str(warning.message) for warning in caught if "said to cost" in str(warning.message)]
     plans = strategy.accounting.planner.plans
     starts = [plan.start for plan in plans if plan.by_samples]
-    return parameters(module), [len(part) for part in module.seen], told, starts[0] if starts else 0
+    return parameters(module), [len(part) for part in module.seen], messages, starts[0] if starts else 0
 
 
 def test_costs_that_do_not_explain_times_are_left_with_one_warning() -> None:
-    truth, ranks = parameters(oracle(Net, 12)), run(_misled, 2)
+    truth, ranks = parameters(oracle(Net, 12)), run(_with_useless_costs, 2)
     for weights, *_ in ranks:
         assert error(weights, truth) <= 1e-10
-    assert [len(told) for _, _, told, _ in ranks] == [1, 0]
+    assert [len(messages) for _, _, messages, _ in ranks] == [1, 0]
     start = ranks[0][3]
     assert 0 < start == ranks[1][3]
     assert "(off by up to 40% and 2%). Batches are split by samples from step" in ranks[0][2][0]

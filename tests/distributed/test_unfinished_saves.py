@@ -1,4 +1,4 @@
-"""What a save that was interrupted has left goes with the next one that is complete, and nothing else does."""
+"""Files of an interrupted save go with the next save that is complete, and no other files do."""
 
 import os
 import signal
@@ -10,7 +10,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from faults import DIED, Seen, Strike, fit, strike, went_on
+from faults import DIED, Fault, Record, fit, fit_with_faults, went_on
 from lightning.fabric.plugins import TorchCheckpointIO
 
 from lightning_hetero.callbacks.checkpoint_folder import RetentionPolicy
@@ -20,7 +20,7 @@ from lightning_hetero.checkpoint.writer import atomic_write
 
 
 class Slow(pl.Callback):
-    """Steps take longer than to write a checkpoint; says what is in a folder when the one of step 9 is complete."""
+    """Makes steps longer than saves; writes down the files in a folder when the checkpoint of step 9 is complete."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -36,9 +36,9 @@ class Slow(pl.Callback):
 
 
 def _saves(
-    folder: str, name: str, strikes: list[Strike], options: dict[str, Any], part: str, background: bool = True
-) -> Seen:
-    """Saves after every third step. A rank is killed when it has written half of a file of the second one."""
+    folder: str, name: str, faults: list[Fault], options: dict[str, Any], part: str, background: bool = True
+) -> Record:
+    """Fit with saves after every third step; a rank is killed when it has written half of a file of the second one."""
     write, rank = torch.save, int(os.environ["RANK"])
 
     def half(value: Any, file: Any, *args: Any, **kwargs: Any) -> None:
@@ -49,17 +49,17 @@ def _saves(
             os.kill(os.getpid(), signal.SIGKILL)
         write(value, file, *args, **kwargs)
 
-    if rank == strikes[0].rank:
+    if rank == faults[0].rank:
         torch.save = half
     saved = Path(folder, "saved")
     again = ResumableCheckpoint(saved, every_n_steps=3, background=background)
-    return fit(folder, name, strikes, options, callbacks=[again, Slow(saved)], enable_checkpointing=True)
+    return fit(folder, name, faults, options, callbacks=[again, Slow(saved)], enable_checkpointing=True)
 
 
 @pytest.mark.parametrize(("rank", "part"), [(2, "shard"), pytest.param(0, "checkpoint", marks=pytest.mark.long)])
 def test_the_others_go_on_where_all_wait_for_the_save(tmp_path: Path, rank: int, part: str) -> None:
     settings = {"part": part, "background": False}
-    went_on(strike(tmp_path, "node", [Strike(rank, -1, "killed")], run=_saves, settings=settings), {rank: DIED})
+    went_on(fit_with_faults(tmp_path, "node", [Fault(rank, -1, "killed")], run=_saves, settings=settings), {rank: DIED})
 
 
 @pytest.mark.parametrize(
@@ -71,14 +71,14 @@ def test_the_others_go_on_where_all_wait_for_the_save(tmp_path: Path, rank: int,
     ],
 )
 def test_what_a_loss_has_left_of_a_save_goes_with_the_next_one(tmp_path: Path, name: str, rank: int, part: str) -> None:
-    outcomes = strike(tmp_path, name, [Strike(rank, -1, "killed")], run=_saves, settings={"part": part})
+    outcomes = fit_with_faults(tmp_path, name, [Fault(rank, -1, "killed")], run=_saves, settings={"part": part})
     went_on(outcomes, {rank: DIED})
     shards = [] if name == "ddp" else [".shards"]
 
     def files(*names: str) -> list[str]:
         return sorted(f"{one}.ckpt{end}" for one in names for end in ["", *shards])
 
-    # Of the first rank's own file half is left: it bears no name.
+    # Half of the first rank's own file is left, without its final name.
     halves = [one.name for one in (tmp_path / "saved").glob("saving-*")]
     assert len(halves) == (part == "checkpoint")
     seen = (tmp_path / "seen").read_text().split("\n")
@@ -89,7 +89,7 @@ def test_what_a_loss_has_left_of_a_save_goes_with_the_next_one(tmp_path: Path, n
 
 
 def _save(shards: Shards, path: Path, save: str, replicas: tuple[int, ...] = (0, 1)) -> None:
-    """What is written of a save before the checkpoint itself."""
+    """Write the files that a save writes before the checkpoint itself."""
     shards.clean = lambda *_: save  # type: ignore[method-assign]  # what ranks agree on
     with shards.saving(TorchCheckpointIO(), path, True, True):
         for replica in replicas:
@@ -113,7 +113,7 @@ def _names(folder: Path) -> list[str]:
 
 
 def test_only_what_the_job_itself_has_left_is_removed(tmp_path: Path) -> None:
-    """Not what another job has written, or writes, under the same name; and nothing of which this job does not know."""
+    """Files that another job has written, or writes, under the same name stay, and all files unknown to this job."""
     shards, kept = Shards(), RetentionPolicy(2)
     kept.begin(str(tmp_path / "step=1.ckpt"))
     _save(shards, tmp_path / "step=1.ckpt", "aaa")
@@ -139,13 +139,13 @@ def test_other_hosts_remove_their_own_part(tmp_path: Path) -> None:
     (tmp_path / "1" / "step=1.ckpt.shards" / "replica-1-zzz.pt").touch()
     first.unfinished(TorchCheckpointIO(), tmp_path / "0" / "step=1.ckpt")
     save, [gone] = first.removals()
-    path = str(tmp_path / "1" / "step=1.ckpt")  # the same path on both, in truth
+    path = str(tmp_path / "1" / "step=1.ckpt")  # in reality the path is the same on both
     second.apply_removals(TorchCheckpointIO(), True, (save, [gone._replace(path=path)]))
     assert _names(tmp_path) == ["0", "1", "1/step=1.ckpt.shards", "1/step=1.ckpt.shards/replica-1-zzz.pt"]
 
 
 def test_interrupted_saves_do_not_count_among_those_that_are_kept(tmp_path: Path) -> None:
-    """What they would have replaced goes with the next complete one."""
+    """The checkpoints that they would have replaced go with the next complete one."""
     kept, strategy = RetentionPolicy(2, [str(tmp_path / "step=0.ckpt")]), _strategy(Shards())
     (tmp_path / "step=0.ckpt").touch()
     left = []
@@ -156,7 +156,7 @@ def test_interrupted_saves_do_not_count_among_those_that_are_kept(tmp_path: Path
             continue
         path.touch()
         kept.remove(strategy, older)
-        if step != 5:  # what other ranks know of it
+        if step != 5:  # the record that other ranks have, too
             kept.complete(str(path))
         left.append([int(one.stem[5:]) for one in sorted(tmp_path.iterdir())])
     assert left == [[0, 1], [1, 2], [2, 5], [5, 6], [6, 8]]
@@ -164,7 +164,7 @@ def test_interrupted_saves_do_not_count_among_those_that_are_kept(tmp_path: Path
 
 
 def test_what_was_passed_over_at_the_start_goes_first(tmp_path: Path) -> None:
-    """It is the first of those from which the run has chosen."""
+    """It is the oldest of the checkpoints among which the run has chosen."""
     for name in ("step=8.ckpt", "step=4.ckpt", "step=5.ckpt"):
         (tmp_path / name).touch()
     kept = RetentionPolicy(2, [str(tmp_path / "step=8.ckpt"), str(tmp_path / "step=4.ckpt")])

@@ -92,7 +92,7 @@ def test_replicas_that_meet_at_every_step_are_one_process(nodes: list[int]) -> N
 
 
 def by_hand(name: str, tau: int, alpha: float) -> torch.Tensor:
-    """Three replicas and a center; the first layer stands still for two epochs, and then takes part in everything."""
+    """Three replicas and a center; the first layer is frozen for two epochs, and then trained and exchanged."""
     data, parts = dataset(96), torch.tensor([0.5, 1 / 6, 1 / 3], dtype=torch.float64)
     nets = [Backboned() for _ in parts]
     still, center, velocity = parameters(nn.ModuleList([nets[0].backbone])).numel(), parameters(nets[0]), 0.0

@@ -1,4 +1,4 @@
-"""Lightning's `ddp*` names taken over: models, loops and logs come out as with Lightning's own strategy.
+"""Lightning's `ddp*` names taken over: models, loops and logs give the results of Lightning's own strategy.
 
 Each job runs twice, with Lightning's strategy as the oracle, and with ours under the same name and uneven shares.
 """
@@ -38,7 +38,7 @@ def trainer_of(strategy: Any = "ddp", **options: Any) -> pl.Trainer:
 
 
 class Unused(Net):
-    """A parameter has a part in every second loss only."""
+    """Has a parameter that is used in every second loss only."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ class Configured(Net):
 
 
 class Ignored(Net):
-    """A buffer that DDP is to leave alone."""
+    """Has a buffer that DDP is to ignore."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -130,7 +130,7 @@ def test_models_and_options_of_ddp() -> None:
 
 
 def spy() -> tuple[pl.Callback, list[str]]:
-    """A callback that notes which of its hooks are called."""
+    """A callback that records calls of its hooks, and the record."""
     calls: list[str] = []
 
     def noting(name: str) -> Callable[..., None]:
@@ -142,7 +142,7 @@ def spy() -> tuple[pl.Callback, list[str]]:
 
 class Asking(EvaluatedNet):
     def configure_optimizers(self) -> Any:
-        self.told = [self.trainer.estimated_stepping_batches, self.trainer.num_training_batches]
+        self.numbers = [self.trainer.estimated_stepping_batches, self.trainer.num_training_batches]
         return super().configure_optimizers()
 
 
@@ -163,15 +163,15 @@ def _loops() -> dict[str, Any]:
     found = {}
     for name, options in LOOPS.items():
         callback, calls = spy()
-        module = EvaluatedNet() if "callbacks" in options else Asking()  # who may not ask what cannot be told
+        module = EvaluatedNet() if "callbacks" in options else Asking()  # Asking would raise there
         trainer = trainer_of(**{**options, "callbacks": [*options.get("callbacks", ()), callback]})
         trainer.fit(module, training_data(), other_data())
         if name == "everything":
             trainer.validate(module, other_data(), verbose=False)
             trainer.test(module, other_data(), verbose=False)
             trainer.predict(module, other_data())
-        told = getattr(module, "told", None)
-        found[name] = parameters(module), calls, told, trainer.global_step, trainer.current_epoch
+        numbers = getattr(module, "numbers", None)
+        found[name] = parameters(module), calls, numbers, trainer.global_step, trainer.current_epoch
     return found
 
 
@@ -184,7 +184,7 @@ def test_loops_and_their_hooks() -> None:
 
 
 class Stopping(EvaluatedNet):
-    """A metric that gets better on rank 0 only, and in the mean, and one that gets worse on both."""
+    """Logs a metric that improves only on rank 0 (and in the mean), and one that gets worse on both ranks."""
 
     def on_validation_epoch_end(self) -> None:
         self.log("mine", -float(self.current_epoch) if self.global_rank == 0 else 1.0)
@@ -202,7 +202,7 @@ def _stopping(monitors: dict[str, int]) -> tuple[Any, ...]:
 def test_all_stop_at_the_same_time() -> None:
     theirs, ours = both(_stopping, {"ours": 4, "val": 9})
     assert ours == theirs == [(5, [4, 0])] * 2
-    # By a metric that was not synchronised, ddp stops once one rank would; here all go by its mean.
+    # With a metric that is not synchronised, ddp stops when one rank would; here all ranks use its mean.
     theirs, ours = both(_stopping, {"mine": 2, "ours": 4, "val": 9})
     assert theirs == [(3, [2, 0, 0])] * 2
     assert ours == [(5, [0, 4, 0])] * 2

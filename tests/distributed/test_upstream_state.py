@@ -1,4 +1,4 @@
-"""Lightning's `ddp*` names taken over: what is saved, restored, tuned and averaged is what it is with Lightning."""
+"""Lightning's `ddp*` names taken over: saved, restored, tuned and averaged states are those of Lightning."""
 
 import warnings
 from pathlib import Path
@@ -30,7 +30,7 @@ class Rated(EvaluatedNet):
 
 
 class Look(pl.Callback):
-    """Notes what has been restored when training starts."""
+    """Keeps the restored state when training starts."""
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         moments = [v.detach().clone() for s in trainer.optimizers[0].state.values() for v in s.values()]
@@ -78,7 +78,7 @@ def test_checkpoints_are_as_many_and_restore_as_much(tmp_path: Path) -> None:
 
 
 class Sharded(Net):
-    """Each rank keeps the optimizer's state of its part of the parameters."""
+    """Each rank keeps the optimizer's state for its part of the parameters."""
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         from torch.distributed.optim import ZeroRedundancyOptimizer  # PyTorch's import of it warns
@@ -163,7 +163,7 @@ def _hooked() -> dict[str, Any]:
 
 @pytest.mark.long
 def test_hooks_with_a_state() -> None:
-    # What these hooks do is linear in the gradients, so that uneven shares come to the same.
+    # These hooks are linear in the gradients, so that uneven shares give the same.
     for theirs, ours in zip(*both(_hooked), strict=True):
         torch.testing.assert_close(ours, theirs, **TOLERANCE)
 

@@ -1,4 +1,4 @@
-"""What a fit leaves behind and what it calls beside the work, as with Lightning's `ddp`: its own tests look at both."""
+"""Threads and other traces that a fit leaves, and its calls, as with Lightning's `ddp`: its own tests check both."""
 
 import pickle
 import threading
@@ -31,7 +31,7 @@ def test_only_rank_0_saves_and_once_per_checkpoint(tmp_path: Any) -> None:
 
 
 def after_a_fit() -> tuple[int, int]:
-    """How many wrapped optimizers a strategy has after a fit, and how many of them a copy gets."""
+    """Number of wrapped optimizers that a strategy has after a fit, and number of those that a copy gets."""
     trainer = train(Net(), "hetero_ddp", DataLoader(dataset(16), batch_size=4), devices=1)
     return len(trainer.strategy._lightning_optimizers), len(trainer.strategy.__getstate__()["_lightning_optimizers"])
 

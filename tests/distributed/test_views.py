@@ -1,4 +1,4 @@
-"""What depends on who takes part can be made again, from another view, without a trace in the training."""
+"""Objects that depend on the members of a job can be made again, from another view, without a trace in training."""
 
 from dataclasses import replace
 from typing import Any

@@ -21,7 +21,7 @@ from virtual_time import VirtualTime, virtual_time
 from lightning_hetero import HeteroDDPStrategy
 
 FIXED, PER_SAMPLE = 0.010, (0.002, 0.008)  # seconds; seconds per sample of each rank
-BATCH, BEST, STEPS = 32, (25, 7), 24  # the split that takes both ranks equally long
+BATCH, BEST, STEPS = 32, (25, 7), 24  # the split with which both ranks take the same time
 
 
 class Meeting:
@@ -57,7 +57,7 @@ meeting = Meeting()
 
 
 class OverAll(torch.autograd.Function):
-    """Calls what PyTorch's SyncBatchNorm calls, which does not run on CPUs."""
+    """Makes the calls of PyTorch's SyncBatchNorm, which does not run on CPUs."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:

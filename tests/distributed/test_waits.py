@@ -1,4 +1,4 @@
-"""A collective that only one rank calls: the ranks say where each of them waits, and signals end the wait."""
+"""Collectives that only one rank calls: ranks report where each of them waits, and signals end the wait."""
 
 import os
 import re
@@ -23,7 +23,7 @@ from lightning_hetero.errors import CommunicationError, DisagreementError
 
 
 class OnOneRank(Net):
-    """Rank 0 alone does something at the end of an epoch, and rank 1 goes on."""
+    """Rank 0 alone calls a collective at the end of an epoch, or logs, and rank 1 goes on."""
 
     def __init__(self, do: str, before: Callable[[], None] = lambda: None) -> None:
         super().__init__()
@@ -131,7 +131,7 @@ class _SignalSoon:
 
 
 def _ended(signum: int, do: str, **options: Any) -> tuple[list[Outcome], float]:
-    """How ranks end, and within how many seconds, where rank 0 gets a signal while both wait."""
+    """Outcomes of ranks, and the seconds until then, where rank 0 gets a signal while both wait."""
     began = time.monotonic()
     return attempt(_train, 2, HeteroDDPStrategy, do, 600.0, _SignalSoon(signum), timeout=90, **options), (
         time.monotonic() - began

@@ -55,7 +55,7 @@ def fit_averaged(strategy: Any, module: Any, *callbacks: pl.Callback, resume: st
 
 
 class Averages:
-    """What a callback's average is after each of its updates, which are made where replicas meet."""
+    """Averages that a callback must have after each of its updates, which are made where replicas meet."""
 
     def __init__(self, path: list[torch.Tensor], name: str, period: int, epoch: int = 8) -> None:
         self.validated: list[torch.Tensor] = []
@@ -141,7 +141,7 @@ def test_averages_of_nodes_against_a_loop_by_hand(mutant: bool, tmp_path: Path) 
     results = run(_watched, 3, str(tmp_path), mutant, nodes=NODES)
     for name in ("ema",) if mutant else ("ema", "mean", "by epoch"):
         truth = Averages(path, name, 3)
-        begun = 1 if name == "by epoch" else 0  # before its first update it is the model that all began with
+        begun = 1 if name == "by epoch" else 0  # before its first update it is the initial model
         if mutant:
             assert max(error(result[name][2], truth.final) for result in results) > 1e-4
             continue

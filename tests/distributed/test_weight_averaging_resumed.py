@@ -28,7 +28,7 @@ from lightning_hetero import (
 
 
 class Records(pl.Callback):
-    """Keeps the consensus wherever all replicas meet, and at the ends of epochs, with the steps before it."""
+    """Keeps the consensus, with the step, wherever all replicas meet, and at the ends of epochs."""
 
     def __init__(self) -> None:
         self.seen: list[tuple[int, torch.Tensor]] = []
@@ -48,7 +48,7 @@ class Records(pl.Callback):
 
 
 def ema_of(seen: list[tuple[int, torch.Tensor]]) -> torch.Tensor:
-    """The average over steps, each with the consensus of the meeting that follows."""
+    """The average over steps; each step has the consensus of the next meeting."""
     done, average = 0, seen[0][1]
     for step, consensus in seen:
         for _ in range(done, step):
@@ -99,14 +99,14 @@ def test_an_average_of_consensuses_that_a_resumed_fit_goes_on_with(
 
 def _asynchronous(kind: Any, options: dict[str, Any]) -> dict[str, Any]:
     records, found = Records(), {}
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         found["ema"] = parameters(fit_averaged(kind(**options, **APART), Net(), EMA(), records))
-    asks = [str(warning.message) for warning in told if "asks for an update after step 1," in str(warning.message)]
+    asks = [str(warning.message) for warning in caught if "asks for an update after step 1," in str(warning.message)]
     found["swa"] = parameters(fit_averaged(kind(**options, **APART), Net(), CALLBACKS["swa"]()))
     by_epoch = EMA(update_starting_at_epoch=0, update_every_n_steps=0)
     found["by epoch"] = parameters(fit_averaged(kind(**options, **APART), Net(), by_epoch))  # without a warning
-    return {**found, "told": len(asks), "seen": records.seen}
+    return {**found, "requests": len(asks), "seen": records.seen}
 
 
 @pytest.mark.long
@@ -115,7 +115,7 @@ def _asynchronous(kind: Any, options: dict[str, Any]) -> dict[str, Any]:
 )
 def test_asynchronous_replicas_average_at_the_ends_of_epochs(kind: Any, options: dict[str, Any]) -> None:
     results = run(_asynchronous, 3, kind, options, nodes=[1, 1, 1])
-    assert [result["told"] for result in results] == [1, 0, 0]
+    assert [result["requests"] for result in results] == [1, 0, 0]
     for result in results:
         assert error(result["ema"], ema_of(result["seen"])) <= 1e-10
         for name in ("ema", "swa", "by epoch"):
@@ -142,7 +142,7 @@ def statistics(module: Any) -> torch.Tensor:
 
 
 def normed_by_hand(every: int, start: int, epochs: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Two models on 8 and 4 samples that meet every K steps, the mean of epochs' beginnings, and its statistics."""
+    """Two models on 8 and 4 samples that meet every K steps: mean over the starts of epochs, and its statistics."""
     data, models, step = dataset(96), [Normed(), Normed()], 0
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9) for model in models]
     order = DistributedSampler(data, 1, 0, shuffle=True)
@@ -203,7 +203,7 @@ def _normed(kind: Any, options: dict[str, Any], validates: bool) -> dict[str, to
     ],
 )
 def test_statistics_of_an_average(kind: Any, options: dict[str, Any], nodes: list[int]) -> None:
-    validates = nodes != [1, 1]  # before it validates Lightning removes gradients, which must not be taken in either
+    validates = nodes != [1, 1]  # Lightning removes gradients before a validation; these must not be averaged, either
     results = run(_normed, sum(nodes), kind, options, validates, nodes=nodes)
     for result in results:
         assert torch.equal(result["parameters"], result["average"])

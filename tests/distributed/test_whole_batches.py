@@ -1,4 +1,4 @@
-"""Batches of a user's sampler that stay whole: ranks take several of them in a step, or none; the weights stay."""
+"""Whole batches of a user's sampler: ranks take several in a step, or none; the weights are those of one process."""
 
 import sys
 import time
@@ -35,7 +35,7 @@ LENGTHS = [3 + 7 * i % 17 for i in range(SAMPLES)]
 
 
 class Budget:
-    """Batches of at most so many tokens, of samples of about the same length, in another order in each epoch."""
+    """Batches with a limit of tokens, of samples of similar length, in another order in each epoch."""
 
     def __init__(self) -> None:
         self.epoch, self.batches = 0, [list[int]()]
@@ -66,13 +66,13 @@ def steps_of(number: int, epochs: int) -> list[list[list[int]]]:
 
 
 def truth(number: int, epochs: int = 2, make: Any = Net, **options: Any) -> torch.Tensor:
-    """One process that takes the batches of each step together."""
+    """Train in one process that takes the batches of each step together."""
     merged = [sum(batches, list[int]()) for batches in steps_of(number, epochs)]
     return one_process(SAMPLES, merged, epochs=1, make=make, **options)
 
 
 class Counts(pl.Callback):
-    """Counts this rank's batches in each step; one sample is padding."""
+    """Counts this rank's batches in each step; a batch of one sample is padding."""
 
     def __init__(self) -> None:
         self.counts: list[int] = []
@@ -86,7 +86,7 @@ class AdamW(Net):
         super().__init__("adamw")
 
 
-#: Options of the strategy, the model, what ours and one process have in common, and what is ours only.
+#: Options of the strategy, the model, options of both fits, and options of ours.
 CASES: dict[str, tuple[dict[str, Any], Any, dict[str, Any], dict[str, Any]]] = {
     "1:4": ({"balance": [1.0, 4.0], "whole_batches": 5}, Net, {}, {}),
     "a rank without batches": ({"balance": [0.0, 1.0], "whole_batches": 3}, Net, {}, {}),
@@ -133,11 +133,11 @@ def test_whole_batches_come_to_what_one_process_comes_to() -> None:
 # -- speeds --------------------------------------------------------------------------------------------------
 
 FIXED, PER_TOKEN, CHANGE = 0.010, 0.001, 24  # seconds, seconds, steps
-SLOW = [(3.0, 1.0), (1.0, 3.0)]  # how many times as long each rank takes, at first and then
+SLOW = [(3.0, 1.0), (1.0, 3.0)]  # slowdown of each rank, at first and after the change
 
 
 class Emulated(Net):
-    """Takes as long as its rank's device would need for the tokens of a batch, padding included."""
+    """Takes the time that its rank's device would need for the tokens of a batch, padding included."""
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         indices = batch[3].tolist()
@@ -159,7 +159,7 @@ def _balanced(report: str, number: int, epochs: int) -> Any:
 def test_a_fast_rank_takes_more_and_batches_are_dealt_again_when_speeds_change(
     tmp_path: Path, number: int, slow: int, fast: int
 ) -> None:
-    """The clocks are virtual: nothing but the emulated devices takes time."""
+    """Clocks are virtual: only the emulated devices take time."""
     (one, verdict), (other, _) = run(_balanced, 2, str(tmp_path), number, 3 * number)
     steps = steps_of(number, 3 * number)
     assert [sum(both) for both in zip(one, other, strict=True)] == [len(batches) for batches in steps]
@@ -210,7 +210,7 @@ def test_ranks_that_remain_share_the_batches() -> None:
 
 
 class Held(EvaluatedNet):
-    """Holds no more than the budget of tokens."""
+    """Fails if a batch has more tokens than the budget."""
 
     def loss(self, batch: Any) -> torch.Tensor:
         assert len(batch[3]) * max(LENGTHS[i] for i in batch[3].tolist()) <= BUDGET

@@ -1,4 +1,4 @@
-"""Ranks of one node average gradients in shared memory, and get what they get over sockets."""
+"""Ranks of one node average gradients in shared memory, with the same result as over sockets."""
 
 import gc
 import os
@@ -22,14 +22,14 @@ from lightning_hetero.errors import UnsupportedError
 
 
 def _fit(within: str, room: float = 1e12, **options: Any) -> tuple[torch.Tensor, int, list[str]]:
-    """The weights after a fit, how many buckets were averaged in shared memory, and warnings."""
+    """Weights after a fit, the number of buckets that were averaged in shared memory, and warnings."""
     calls, mean = [], SharedMean.mean
 
     def counted(self: SharedMean, *args: Any) -> torch.Tensor:
         calls.append(args)
         return mean(self, *args)
 
-    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as said:
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         patch.setattr(SharedMean, "mean", counted)
         patch.setattr(shared_memory.shutil, "disk_usage", lambda _: SimpleNamespace(free=room))  # type: ignore[attr-defined]
@@ -37,7 +37,7 @@ def _fit(within: str, room: float = 1e12, **options: Any) -> tuple[torch.Tensor,
         strategy = HeteroDDPStrategy(within=within, balance=[3.0, 1.0, 2.0], timeout=120, **options)
         trainer = pl.Trainer(strategy=strategy, max_epochs=2, **FAST)
         trainer.fit(module, DataLoader(dataset(), batch_size=4, shuffle=True))
-    return parameters(module), len(calls), [str(one.message) for one in said]
+    return parameters(module), len(calls), [str(one.message) for one in caught]
 
 
 def _all() -> list[Any]:
@@ -62,18 +62,18 @@ def test_shared_memory_is_used_where_it_can_be() -> None:
             assert error(auto[0], other[0]) < 1e-12
     for number in range(4):
         assert all(torch.equal(one[number][0], results[0][number][0]) for one in results)
-    *_, said = results[0][2]
-    assert sum("Gradients are averaged over sockets: the memory cannot be shared" in text for text in said) == 1
+    *_, messages = results[0][2]
+    assert sum("Gradients are averaged over sockets: the memory cannot be shared" in text for text in messages) == 1
 
 
-def _apart() -> tuple[int, str]:
+def _refused_between_nodes() -> tuple[int, str]:
     with pytest.raises(UnsupportedError) as refused:
         _fit("shm")
     return _fit("auto")[1], str(refused.value)
 
 
 def test_ranks_of_several_nodes_use_sockets() -> None:
-    for calls, refused in run(_apart, 3, nodes=[2, 1]):
+    for calls, refused in run(_refused_between_nodes, 3, nodes=[2, 1]):
         assert calls == 0
         assert "ranks [0, 1, 2], which average gradients, are on several nodes" in refused
 

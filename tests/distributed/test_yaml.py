@@ -32,7 +32,7 @@ OVERRIDES = {
 
 
 def train_all(folder: str) -> dict[str, dict]:
-    """What each file has come to on this rank."""
+    """Results of each file on this rank."""
     sys.argv = ["lightning-hetero"]
     sys.path.insert(0, str(FOLDER))  # as for who starts in the folder
     torch.manual_seed(0)
@@ -75,7 +75,7 @@ def test_every_strategy_has_its_file() -> None:
 
 
 def evaluate(folder: str) -> list[float]:
-    """Accuracies of validation and test, and how many samples this rank has predicted."""
+    """Accuracies of validation and test, and the number of samples that this rank has predicted."""
     sys.argv = ["lightning-hetero"]
     sys.path.insert(0, str(FOLDER))
     trainers = []

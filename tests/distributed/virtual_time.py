@@ -1,4 +1,4 @@
-"""Time that passes only where a test lets it, so that measured speeds are exact on a machine however busy."""
+"""Time that only tests move, so that measured speeds are exact on a busy machine, too."""
 
 import time as real
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ from lightning_hetero.callbacks import emulation, monitor
 
 
 class VirtualTime(ModuleType):
-    """Stands for the module ``time``: ``sleep`` moves this rank's clock on at once, and nothing else moves it.
+    """Stands for the module ``time``: only ``sleep`` moves this rank's clock, and it does so at once.
 
     Waiting for other ranks, communication and real computing take no time.
     """

@@ -1,4 +1,4 @@
-"""Imported by the server that ranks are forked from: what each rank would do for the first time is done here once.
+"""Imported by the server that ranks are forked from: does the work that each rank would do at its first fit.
 
 Half of the CPU time of a short fit goes into caches: of abstract base classes, of installed packages, of signatures.
 """

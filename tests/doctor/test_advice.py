@@ -15,11 +15,11 @@ MB = 10**6
 ALIKE = [Cost(0.004, 0.001)] * 4  # 20 ms for 16 samples
 NODES = ((0, 1), (2, 3))
 FAST = LinkModel(1e-5, 5e9)
-MEMORY = LinkModel(2e-5, 5e9)  # where no two ranks have a link
+MEMORY = LinkModel(2e-5, 5e9)  # a cluster in which no two ranks have a link
 
 
 def taken(cluster: Cluster, **wish: float) -> str:
-    """What ``hetero_auto`` goes on with, if steps of ``hetero_ddp`` take as long as predicted."""
+    """Strategy that ``hetero_auto`` goes on with, if steps of ``hetero_ddp`` take as long as predicted."""
     measured = next(one.step for one in predictions(cluster) if one.name == "hetero_ddp")
     found = choose(cluster, measured, AutoLimits(**wish)).prediction
     return '"hetero_ddp"' if found is None else found.strategy
@@ -75,8 +75,8 @@ def test_the_example_in_the_docs_follows_the_same_rule() -> None:
     for factor, exact_is_best in ((0.97, True), (1.03, False)):
         cluster = Cluster(((rank,), (rank,)), 128, 4e6 * float(largest) * factor, MEMORY, link)
         assert (taken(cluster) == '"hetero_ddp"') == exact_is_best
-    told = r"([\d.]+) times as long as 16 steps, and ([\d.]+) times as long as 500 steps"
-    [(often, rarely)] = re.findall(told, sentences)
+    pattern = r"([\d.]+) times as long as 16 steps, and ([\d.]+) times as long as 500 steps"
+    [(often, rarely)] = re.findall(pattern, sentences)
     assert (float(often), float(rarely)) == pytest.approx((32.0 / (16 * 0.3), 32.0 / (500 * 0.3)), rel=0.02)
 
 
@@ -123,7 +123,7 @@ def test_a_link_that_is_slow_even_for_rare_exchanges_asks_for_rarer_ones() -> No
 
 
 def test_what_is_not_sure_is_not_presented_as_sure() -> None:
-    ranks = [Cost(0.0, 0.001), Cost(0.0, 0.003)]  # one is three times as slow: 200% more
+    ranks = [Cost(0.0, 0.001), Cost(0.0, 0.003)]  # one rank is three times as slow: 200% more
     link = LinkModel(0.001, 100 * MB)
     busy = "\n".join(advise(ranks, ((0,), (1,)), 20, 3 * MB, SlowestLinks(None, link), spread=2.5).reasons)
     assert "Measurements differ by 250% from round to round, because the machine is busy. Run it again" in busy

@@ -21,7 +21,7 @@ no_mpi = importlib.util.find_spec("mpi4py") is None or MPIEXEC is None
 @pytest.mark.long
 def test_on_one_machine_with_a_model_of_the_user(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "doctor.json"
-    text = said([*DOCTOR, "--devices", "2", "--interface", "lo", "-c", "daso.yaml", "--save", str(file)])
+    text = output([*DOCTOR, "--devices", "2", "--interface", "lo", "-c", "daso.yaml", "--save", str(file)])
     assert "2 ranks on 1 node; DigitReader, 0.01 MB of parameters" in " ".join(text.split())
     assert re.search(r"within a node\s+│ 0 - 1\s+│ [\d.]+ ms\s+│ [\d.]+ MB/s", text)
     assert re.search(r"hetero_easgd\s+│ available", text)
@@ -51,13 +51,13 @@ def test_a_network_that_is_not_there_is_refused_before_ranks_start(options: list
 @pytest.mark.long
 @pytest.mark.skipif(no_mpi, reason="needs mpi4py and mpiexec: pip install mpi4py mpich")
 def test_under_mpiexec() -> None:
-    text = said([str(MPIEXEC), "-n", "2", *DOCTOR, "--ranks-per-node", "1", "--batch-size", "8"])
+    text = output([str(MPIEXEC), "-n", "2", *DOCTOR, "--ranks-per-node", "1", "--batch-size", "8"])
     assert text.count("2 ranks on 2 nodes; a built-in perceptron") == 1  # the first rank alone speaks
     assert re.search(r"between nodes\s+│ 0 - 1", text)
     assert re.search(r"center='mpi'\s+│ available", text)
     assert re.search(r"hetero_daso\s+│ available", text)
 
 
-def said(command: list[str]) -> str:
-    """What the doctor prints; it leaves nothing behind."""
+def output(command: list[str]) -> str:
+    """Output of the doctor, which leaves nothing behind."""
     return completed(command, cwd=FOLDER).stdout

@@ -1,4 +1,4 @@
-"""What the doctor measures, against times that are known, and the file in which it saves that for `plan --from`."""
+"""Measurements of the doctor, against times that are known, and the file of them that `plan --from` reads."""
 
 import json
 import sys
@@ -37,13 +37,13 @@ def test_rounds_that_differ_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def step(n: int) -> None:
         steps.append(n)
-        clock[0] += (0.010 + 0.001 * n) * (1.5 if len(steps) > 20 else 1.0)  # something else begins to run
+        clock[0] += (0.010 + 0.001 * n) * (1.5 if len(steps) > 20 else 1.0)  # another program begins to run
 
     monkeypatch.setattr(doctor.time, "perf_counter", lambda: clock[0])
     found = doctor.fit(step, samples=40, seconds=1.5, least=3)
     assert (min(found.rounds), max(found.rounds)) == pytest.approx((0.050, 0.075))
     assert len(found.rounds) == doctor.ROUNDS
-    assert 0.33 < found.spread < 0.51  # half, of a median in between
+    assert 0.33 < found.spread < 0.51  # 25 ms, relative to a median between 50 and 75 ms
     steps.clear()
     quiet = doctor.fit(step, samples=40, seconds=0.0, least=3)
     assert quiet.cost[:2] == pytest.approx((0.010, 0.001))
@@ -144,7 +144,7 @@ def test_a_link_that_nobody_has_measured_is_null(name: str, absent: str, tmp_pat
 
 
 def written(folder: Path, **changed: object) -> Path:
-    """A file with one node of two ranks, or what a test makes of it."""
+    """A file with one node of two ranks, or with a test's changes of it."""
     found = {"format": 1, "nodes": [[[0.01, 0.002], [0.01, 0.002]]], "samples": 8, "size": 4e6, "within": [1e-5, 1e9]}
     file = folder / "here.json"
     file.write_text(json.dumps({key: value for key, value in {**found, **changed}.items() if value != "left out"}))
@@ -160,7 +160,7 @@ def test_where_a_file_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Monk
         doctor.check_target(Path("folder"))
     with pytest.raises(ConfigurationError, match=r"--save nodir/h\.json: there is no folder .*/nodir\."):
         doctor.check_target(Path("nodir/h.json"))
-    with pytest.raises(ConfigurationError, match="there is no folder"):  # a file is none
+    with pytest.raises(ConfigurationError, match="there is no folder"):  # a file is no folder
         doctor.check_target(Path("here.json/h.json"))
     monkeypatch.setattr(doctor.os, "access", lambda path, mode: False)
     with pytest.raises(ConfigurationError, match="you may not write there"):

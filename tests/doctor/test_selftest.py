@@ -44,15 +44,15 @@ def test_averages_are_exact() -> None:
 
 
 def test_a_wrong_average_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The control: a rank with other weights, and a process that comes to others."""
+    """The control: a rank with other weights, and a process with another result."""
     usual = selftest.run
 
-    def spoilt(part: str, here: Devices, world: int, *args: str) -> Any:
+    def wrong_result(part: str, here: Devices, world: int, *args: str) -> Any:
         outcomes = usual(part, here, world, *args)
         outcomes[-1].report["weights"][0] += 1e-3
         return outcomes
 
-    monkeypatch.setattr(selftest, "run", spoilt)
+    monkeypatch.setattr(selftest, "run", wrong_result)
     assert [row.verdict for row in selftest._exactness(CPUS)] == ["ok", "FAILED", "FAILED"]
 
 
@@ -83,7 +83,7 @@ def test_the_error_of_a_rank_is_its_last_one(output: str, error: str) -> None:
 
 
 def gpus(monkeypatch: pytest.MonkeyPatch, names: list[str], used: list[float], cards: list[str]) -> list[Row]:
-    """What it says of GPUs that this machine does not have."""
+    """Rows about GPUs that this machine does not have."""
     properties = [SimpleNamespace(name=name, uuid=card) for name, card in zip(names, cards, strict=True)]
 
     def memory(number: int) -> tuple[int, int]:
@@ -150,7 +150,7 @@ def outcome(strategies: list[str], status: int = 0) -> selftest.RankOutcome:
 def test_a_strategy_that_breaks_on_any_rank_is_a_row_and_the_others_go_on(
     monkeypatch: pytest.MonkeyPatch, reported: int
 ) -> None:
-    """Rank 1 breaks once, perhaps at the very end; rank 0 may have come further."""
+    """Rank 1 fails once, perhaps at the very end; rank 0 may have gone further."""
     names, calls = [entry.name for entry in selftest.ENTRIES], list[tuple[str, ...]]()
 
     def run(part: str, here: Devices, world: int, *given: str) -> list[selftest.RankOutcome]:

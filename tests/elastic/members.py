@@ -26,7 +26,7 @@ def offer(number: int) -> list[Any]:
 
 
 class Threads:
-    """All members in this process. ``called`` counts the calls of ``on_change``; ``done`` are steps of each."""
+    """All members in this process. ``called`` has the calls of ``on_change``, ``done`` the steps, of each member."""
 
     def __init__(self, units: Sequence[Sequence[int]], terms: MembershipTerms = TERMS) -> None:
         ids = [member for unit in units for member in unit]
@@ -56,11 +56,11 @@ class Threads:
         until(lambda: len(self.all[first]._member.inbound) == len(self.all) - 1)
 
     def agree(self, members: Sequence[int]) -> dict[int, AgreedView | MembershipLostError]:
-        """What ``agree`` returns or raises in each of some members, all at once."""
+        """Results or errors of ``agree`` in some members, all at once."""
         return self.agree_later(members).results()
 
     def agree_later(self, members: Sequence[int], also: "Calls | None" = None) -> "Calls":
-        """As :meth:`agree`, without waiting; ``also`` are calls that were made before."""
+        """Like :meth:`agree`, without waiting; ``also`` are calls that were made before."""
         calls = also or Calls()
         for member in members:
             calls.make(member, lambda member=member: self.all[member].agree((member, 10 * member)))
@@ -75,7 +75,7 @@ class Threads:
 
 
 class Calls:
-    """Calls in threads, and what they have returned or raised."""
+    """Calls in threads, and their results or errors."""
 
     def __init__(self) -> None:
         self._results: dict[int, Any] = {}
@@ -110,7 +110,7 @@ def in_threads(units: Sequence[Sequence[int]], terms: MembershipTerms = TERMS) -
 
 
 def until(condition: Callable[[], Any], seconds: float = LONG) -> None:
-    """Wait for a condition; fails if it does not come."""
+    """Wait until a condition holds; fails if it never does."""
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "it did not come in time"
@@ -118,7 +118,7 @@ def until(condition: Callable[[], Any], seconds: float = LONG) -> None:
 
 
 class Process:
-    """A member in a process of its own, which does what its ``life`` does."""
+    """A member in a process of its own, which runs ``life``."""
 
     def __init__(self, member: int, life: Callable, terms: MembershipTerms) -> None:
         self.member = member
@@ -127,8 +127,8 @@ class Process:
         self.process.start()
         theirs.close()
 
-    def told(self, seconds: float = LONG) -> Any:
-        """The next thing that the process says."""
+    def receive(self, seconds: float = LONG) -> Any:
+        """The next message of the process."""
         assert self.end.poll(seconds), f"member {self.member} says nothing"
         return self.end.recv()
 
@@ -152,7 +152,7 @@ def _live(member: int, life: Callable, terms: MembershipTerms, end: Connection) 
 
 
 def work(membership: Membership, changed: threading.Event, end: Connection, hooks: dict) -> None:
-    """Wait for a change, agree, tell; until this member must end, or is told to."""
+    """Wait for changes, agree, and send the result; until this member must end, or is told to."""
     views = 0
     while True:
         while not changed.wait(0.01):
@@ -176,10 +176,10 @@ def in_processes(
 ) -> Iterator[dict[int, Process]]:
     processes = {one: Process(one, (lives or {}).get(one, work), terms) for unit in units for one in unit}
     try:
-        addresses = {one: process.told() for one, process in processes.items()}
+        addresses = {one: process.receive() for one, process in processes.items()}
         for process in processes.values():
             process.end.send((0, units, addresses))
-        assert all(process.told() == "ready" for process in processes.values())
+        assert all(process.receive() == "ready" for process in processes.values())
         yield processes
     finally:
         for process in processes.values():

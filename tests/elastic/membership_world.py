@@ -20,7 +20,7 @@ class End:
         self.node, self.peer, self.mine = node, peer, mine
         self.other: End | None = None
         self.open = self.dropped = self.ended = False
-        self.free = 0.0  # when the last message to the other end has come: their order stays
+        self.free = 0.0  # arrival of the last message at the other end; messages keep their order
 
     def send(self, message: dict[str, Any]) -> None:
         if not self.dropped and not self.ended:
@@ -33,12 +33,12 @@ class End:
 
 
 class Node:
-    """A process: its member, its training thread, and what has come and was not read yet."""
+    """A process: its member, its training thread, and its unread messages."""
 
     def __init__(self, world: "World", me: int, first: Roster, terms: MembershipTerms) -> None:
         self.world, self.me = world, me
         self.dead = self.frozen = False
-        self.stopped = 0.0  # when it was killed, or last frozen
+        self.stopped = 0.0  # the time at which it was killed, or last frozen
         self.inbox: list[tuple[End, str, dict[str, Any]]] = []
         self.ends: list[End] = []
         self.coming = False
@@ -53,14 +53,14 @@ class Node:
         return 1.0
 
     def steps(self) -> int:
-        """Its own pace, for as long as it runs."""
+        """Number of steps, at its own pace, for as long as it runs."""
         return self.done(self.stopped or self.world.time)
 
     def done(self, time: float) -> int:
         return int((20 + 10 * self.me) * time)
 
     def note(self, what: str, member: int, why: str = "") -> None:
-        self.world.noted(self, what, member, why)
+        self.world.record_event(self, what, member, why)
         if what == "over":
             self.world.after(self.world.random.uniform(0.1, 2.0), self._end)
 
@@ -85,7 +85,7 @@ class Node:
         return not self.dead and not self.frozen
 
     def turn(self) -> None:
-        """What the service thread and the training thread do."""
+        """Run one turn of the service thread, and let the training thread come if it is time."""
         if not self.runs:
             return
         inbox, self.inbox = self.inbox, []
@@ -126,9 +126,9 @@ class World:
         self.random, self.time = random.Random(seed), 0.0
         self._queue: list[tuple[float, int, Callable[[], None]]] = []
         self._count = itertools.count()
-        self.cut: set[frozenset[int]] = set()  # pairs that do not reach each other
+        self.cut: set[frozenset[int]] = set()  # pairs of nodes that cannot reach each other
         self.agreed: dict[tuple[int, int], Any] = {}
-        self.lost: list[tuple[int, int, str]] = []  # by whom, who, why
+        self.lost: list[tuple[int, int, str]] = []  # the reporting node, the lost member, the reason
         self.on_note: Callable[[Node, str], None] = lambda node, what: None
         first = Roster(0, -1, tuple(sorted(tuple(unit) for unit in units)))
         self.nodes = {one: Node(self, one, first, terms) for one in first.members}
@@ -148,7 +148,7 @@ class World:
     def delay(self) -> float:
         return self.random.choice([0.001, 0.001, 0.01, 0.05])
 
-    def noted(self, node: Node, what: str, member: int, why: str) -> None:
+    def record_event(self, node: Node, what: str, member: int, why: str) -> None:
         self.on_note(node, what)
         if what == "lost":
             self.lost.append((node.me, member, why))
@@ -206,7 +206,7 @@ class World:
                     self.carry(end, ("closed", {}))
 
     def end(self, one: int, how: str | None) -> None:
-        """A process ends by itself, because of an error, or because its run is over."""
+        """End a process by itself, because of an error, or because its run is over."""
         node = self.nodes[one]
         if node.runs and node.member.over is None:
             node.coming = True  # its training thread comes no more
@@ -240,7 +240,7 @@ class World:
         self.cut.clear()
 
     def break_links(self, one: int) -> None:
-        """Connections end for both, as a router that was restarted would do it."""
+        """End connections for both sides, as a router's restart does."""
         for end in list(self.nodes[one].ends):
             if end.other is not None and not end.ended and not end.other.ended:
                 for each in (end, end.other):

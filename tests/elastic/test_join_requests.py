@@ -1,4 +1,4 @@
-"""How a job takes requests to join: those that have gone, come late, or are for another job."""
+"""Requests to join a job: those of processes that have gone, those that come late, those for another job."""
 
 import socket
 import threading
@@ -33,7 +33,7 @@ def requests() -> Iterator[JoinRequests]:
 
 
 class Asks(threading.Thread):
-    """A process that asks, on a thread."""
+    """A process that asks to join, in a thread."""
 
     def __init__(self, address: Any, compatibility: dict[str, Any] | None = None) -> None:
         super().__init__(daemon=True)
@@ -91,14 +91,14 @@ def test_nodes_come_in_as_a_whole_in_the_order_of_their_ranks(requests: JoinRequ
 
 
 def test_who_waits_for_the_rest_of_its_node_is_refused_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[str] = []
-    monkeypatch.setattr(join_requests, "rank_zero_info", told.append)
+    messages: list[str] = []
+    monkeypatch.setattr(join_requests, "rank_zero_info", messages.append)
     requests = JoinRequests("127.0.0.1", lambda _: None, limit=0.5)
     requests.whole_nodes = True
     with pytest.raises(JoinRefusedError, match=r"joins with all of its 2 ranks.*within 0.5 s"):
         request_to_join(requests.address, {"seat": ("a", 0, 2)}, LIMIT, lambda: None)
     requests.close()
-    assert "A rank of a was refused" in told[0]
+    assert "A rank of a was refused" in messages[0]
 
 
 def test_where_the_job_goes_on_without_its_first_rank_those_that_wait_ask_the_next_one(requests: JoinRequests) -> None:
@@ -112,7 +112,7 @@ def test_where_the_job_goes_on_without_its_first_rank_those_that_wait_ask_the_ne
 
 def test_requests_are_taken_after_the_connections_of_a_view_were_broken(requests: JoinRequests) -> None:
     threads.abort_sockets()  # a rank was lost
-    time.sleep(0.5)  # for the thread to notice, if it would
+    time.sleep(0.5)  # time for the thread to notice, if it did
     Asks(requests.address).start()
     _until(lambda: requests.waiting == 1)
 
@@ -124,14 +124,14 @@ def test_who_does_not_fit_is_told_why(requests: JoinRequests) -> None:
 
 
 def _silent(requests: JoinRequests) -> tuple[MessageTransport, MessageLink]:
-    """A process that asks, and then says nothing."""
+    """A process that asks, and then sends nothing."""
     wire, link = join_requests._reached(requests.address)
     link.send({"compatibility": {}})
     return wire, link
 
 
 def test_who_does_not_answer_is_not_waited_for_twice(requests: JoinRequests, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One asks and freezes: it is left out when the others come."""
+    """A process that asks and freezes is left out when the others join."""
     monkeypatch.setattr(join_requests, "_READY", 0.5)
     wire, _ = _silent(requests)
     _until(lambda: requests.waiting == 1)
@@ -143,8 +143,8 @@ def test_who_does_not_answer_is_not_waited_for_twice(requests: JoinRequests, mon
     requests.admit([2], 1, 1, ["host", 1])
     alive.join(20)
     assert alive.outcome == Admission(1, 1, 2, 1, ["host", 1])
-    told: list[dict[str, Any]] = []
-    _until(lambda: told.extend(message for *_, message in wire.poll(0.1)) or {"again": True} in told)
+    messages: list[dict[str, Any]] = []
+    _until(lambda: messages.extend(message for *_, message in wire.poll(0.1)) or {"again": True} in messages)
     wire.close()
 
 
@@ -173,7 +173,7 @@ def test_another_secret_is_another_job(requests: JoinRequests) -> None:
 
 
 def test_a_job_that_falls_silent_is_given_up(requests: JoinRequests, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A first rank that freezes: its connections stay."""
+    """The first rank freezes: its connections stay open."""
     monkeypatch.setattr(join_requests, "_SILENT", 1.0)
     frozen = threading.Event()
     monkeypatch.setattr(requests, "_incompatibility", lambda _: frozen.wait(20) or None)
@@ -206,7 +206,7 @@ def test_what_is_no_job_is_not_taken_for_one() -> None:
 
 
 def test_a_job_that_is_busy_for_a_while_is_no_other_job(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its process accepts connections, as the kernel does for it, and answers late."""
+    """Its process accepts connections, as the kernel does that for it, and answers late."""
     monkeypatch.setattr(transport, "HURRY", 0.2)
     made = JoinRequests("127.0.0.1", lambda _: None)
     poll, busy_until = made._transport.poll, time.monotonic() + 1.0

@@ -1,4 +1,4 @@
-"""How members agree on who takes part: in threads of one process."""
+"""Agreement of members on who takes part: in threads of one process."""
 
 import os
 import signal
@@ -27,7 +27,7 @@ def steady(threads: Threads, members: list[int], seconds: float = 0.5) -> None:
 
 
 def same(results: dict) -> AgreedView:
-    """What all have agreed on."""
+    """The view that all have agreed on."""
     views = list(results.values())
     assert all(isinstance(view, AgreedView) and view == views[0] for view in views), results
     return views[0]
@@ -47,7 +47,7 @@ def test_all_agree_on_those_that_remain() -> None:
         assert view.offer == [os.getpid(), view.number]
         steady(threads, [0, 1, 3])
         assert {one: called > 0 for one, called in threads.called.items()} == {0: True, 1: True, 2: False, 3: True}
-        assert noticed(threads, 3) - died < TERMS.grace  # nobody waits for its silence
+        assert noticed(threads, 3) - died < TERMS.grace  # nobody waits for a timeout
         threads.all[0].close()
         changing(threads, [1, 3])
         again = threads.agree([1, 3])
@@ -61,8 +61,8 @@ def test_it_is_known_how_far_a_lost_member_had_come(lost: int) -> None:
     with in_threads([[0], [1], [2]]) as threads:
         threads.done[lost] = 5
         alive = [one for one in range(3) if one != lost]
-        heard = alive[:1] if lost else alive  # members hear of the coordinator, it hears of all
-        until(lambda: all(threads.all[one]._member.heartbeat.steps.get(lost) == 5 for one in heard))
+        informed = alive[:1] if lost else alive  # members hear of the coordinator, it hears of all
+        until(lambda: all(threads.all[one]._member.heartbeat.steps.get(lost) == 5 for one in informed))
         threads.all[lost].close()
         changing(threads, alive)
         assert same(threads.agree(alive)).steps == {lost: 5}
@@ -153,7 +153,7 @@ def test_one_that_has_left_is_not_lost() -> None:
         view = same(threads.agree([1, 2]))
         assert view.lost == dict.fromkeys((0, 3), "has left: its run was over")
         threads.all[1].leave()
-        assert threads.all[2].agree(()).members == (2,)  # there is nobody else that could go on
+        assert threads.all[2].agree(()).members == (2,)  # no other member can go on
 
 
 def test_all_leave_at_once() -> None:
@@ -167,12 +167,12 @@ def test_all_leave_at_once() -> None:
 def test_strangers_change_nothing() -> None:
     with in_threads([[0], [1], [2]]) as threads:
         strangers = [socket.create_connection(threads.all[0].address) for _ in range(100)]
-        said = [b"", b"", b"\0" * 9000, b"0" * 32 + b" 1\n", f"{TOKEN} 7\n".encode(), b"GET / HTTP/1.1\r\n\r\n"]
+        contents = [b"", b"", b"\0" * 9000, b"0" * 32 + b" 1\n", f"{TOKEN} 7\n".encode(), b"GET / HTTP/1.1\r\n\r\n"]
         for number, stranger in enumerate(strangers):
             try:
-                stranger.sendall(said[number % len(said)])
+                stranger.sendall(contents[number % len(contents)])
             except OSError:
-                continue  # it has been sent away
+                continue  # it has been refused
         steady(threads, [0, 1, 2])
         assert len(threads.all[0]._transport._links) <= 2 + 16 + 2
         threads.all[1].close()
@@ -195,7 +195,7 @@ def test_a_member_that_talks_nonsense_is_cut_off_and_nobody_else_is() -> None:
 
 @pytest.mark.clock
 def test_a_partition_in_halves_goes_on_once() -> None:
-    """Connections end, and new ones lead to where nobody answers."""
+    """Connections end, and new ones lead to addresses at which nobody answers."""
     with in_threads([[0], [1], [2], [3]], TERMS._replace(grace=1.0)) as threads, socket.socket() as nowhere:
         nowhere.bind(("127.0.0.1", 0))
         nowhere.listen(64)

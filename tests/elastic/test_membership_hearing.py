@@ -1,4 +1,4 @@
-"""How long a silence is normal, as it is learned."""
+"""Timeout for a silence, as it is learned."""
 
 import sys
 import threading
@@ -9,7 +9,7 @@ from lightning_hetero.elastic.failure_detector import AdaptiveTimeout
 
 
 def listen(hearing: AdaptiveTimeout, seconds: float, begin: float = 0.0, every: float = 1.0, others: int = 3) -> float:
-    """Hear others regularly; returns when that ends."""
+    """Receive messages of others regularly; returns the time at which that ends."""
     now = begin
     while now < begin + seconds:
         for other in range(1, others + 1):
@@ -71,7 +71,7 @@ def test_many_members_are_heard_less_often() -> None:
 
 
 def test_a_member_that_stands_still_for_a_moment_still_judges_others() -> None:
-    """Else nobody would ever be missed on a busy machine, where a beat is soon past."""
+    """Otherwise no loss would ever be noticed on a busy machine, where heartbeats are often late."""
     hearing = AdaptiveTimeout(None)
     assert hearing.lapse == 2.5
     listen(hearing, 20.0)
@@ -90,7 +90,7 @@ def test_who_had_no_connection_was_not_silent() -> None:
 
 
 def test_another_thread_may_ask_meanwhile() -> None:
-    """As the training's thread does, of what the membership's thread learns."""
+    """The training's thread asks for values that the membership's thread learns."""
     hearing, failed = AdaptiveTimeout(None), list[Exception]()
     now, interval = listen(hearing, 20.0), sys.getswitchinterval()
     learning = threading.Thread(target=listen, args=(hearing, 3e6, now, 61.0, 1))  # a period with each message

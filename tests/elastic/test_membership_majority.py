@@ -1,4 +1,4 @@
-"""The rule by which some members may go on: no two sets of them that have none in common."""
+"""The rule by which some members may go on: two sets without a common member never both may."""
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -22,7 +22,7 @@ def views(draw: st.DrawFn) -> tuple[list[Roster], set[int], set[int]]:
 @settings(max_examples=300, deadline=None)
 @given(views(), st.data())
 def test_two_sides_never_both_go_on(given_views: tuple, data: st.DataObject) -> None:
-    """Also if they know of different members that have left, and one knows less of later views than the other."""
+    """Even if they know of different members that have left, and one knows less about later views."""
     rosters, one, other = given_views
     absent = [m for m in rosters[0].members if m not in one | other]
     left_one = data.draw(st.sets(st.sampled_from(absent))) if absent else set()

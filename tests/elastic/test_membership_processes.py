@@ -13,8 +13,8 @@ SINGLE = [[0], [1], [2], [3]]
 
 
 def agreed(processes, members, of: int | None = None):
-    """What members have agreed on; all the same."""
-    results = [processes[member].told() for member in members]
+    """The time at which the last member agreed, and the view of all of them."""
+    results = [processes[member].receive() for member in members]
     views = [view for _, view in results]
     assert all(isinstance(view, AgreedView) for view in views), views
     assert len({repr(view) for view in views}) == 1
@@ -23,14 +23,14 @@ def agreed(processes, members, of: int | None = None):
 
 def lost(process) -> str:
     """The error with which a member must end."""
-    _, error = process.told()
+    _, error = process.receive()
     assert isinstance(error, MembershipLostError), error
     return str(error)
 
 
 @pytest.mark.parametrize("killed", [[0], [3], [0, 1]], ids=str)
 def test_killed(killed: list[int]) -> None:
-    """Nobody waits for their silence."""
+    """Nobody waits for a timeout."""
     with in_processes([[0], [1], [2], [3], [4]], TERMS._replace(grace=LONG)) as processes:
         died = time.time()
         for member in killed:

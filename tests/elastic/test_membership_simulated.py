@@ -18,7 +18,7 @@ def check_views(world: World) -> None:
 
 
 def check_settled(world: World) -> None:
-    """All that go on are steady, in one view, and are all of its members that have not left."""
+    """All members that go on are steady, in one view, and are all of its members that have not left."""
     going = world.going
     for one in going:
         member = world.nodes[one].member
@@ -82,7 +82,7 @@ def test_histories(units: list[list[int]], seed: int) -> None:
 @pytest.mark.parametrize("when", ["offer", "acknowledged"])
 @pytest.mark.parametrize("seed", range(5))
 def test_coordinator_dies_while_it_proposes(seed: int, when: str) -> None:
-    """Whatever its last message was, the others go on together."""
+    """The others go on together, whatever its last message was."""
     world = World(seed, SINGLE)
     world.run(1.0)
     first = world.nodes[0]
@@ -111,7 +111,7 @@ def test_a_partition_in_halves_goes_on_once(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize(("when", "goes_on"), [("proposed", [2, 3, 4]), ("committed", [0, 1])])
 def test_the_network_breaks_in_another_place_while_a_view_is_made(seed: int, when: str, goes_on: list[int]) -> None:
-    """First members 3 and 4 are away, then 0 and 1: member 2 has heard of the view without 3 and 4, or not."""
+    """First members 3 and 4 are cut off, then 0 and 1; member 2 knows of the view without 3 and 4, or not."""
     world = World(seed, SINGLE)
     world.run(1.0)
     first = world.nodes[0]
@@ -128,7 +128,7 @@ def test_the_network_breaks_in_another_place_while_a_view_is_made(seed: int, whe
     else:
         world.on_note = lambda node, what: breaks() if what == "agreed" and node is first else None
     for one in (3, 4):
-        world.nodes[one].slow = 6.0  # they find out that they are too few after the network has changed only
+        world.nodes[one].slow = 6.0  # they notice only after the change of the network that they are too few
     world.part([3, 4])
     world.run(30.0)
     check_views(world)
@@ -151,7 +151,7 @@ def test_leaving_is_no_loss(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_kills_alone_leave_all_others_in_one_view(seed: int) -> None:
-    """As long as more than half of the last view live."""
+    """This holds as long as more than half of the last view live."""
     world, draw = World(seed, [[one] for one in range(8)]), random.Random(seed)
     world.run(1.0)
     for one in draw.sample(range(8), 6):
@@ -165,7 +165,7 @@ def test_kills_alone_leave_all_others_in_one_view(seed: int) -> None:
 
 
 def check_steps(world: World, lost: list[int], begun: float) -> None:
-    """All have agreed on how far those that are lost had come: what they had done a heartbeat earlier, or more."""
+    """All have agreed on the steps of the lost members: at least those of a heartbeat earlier."""
     member = world.nodes[world.going[0]].member
     proposal = world.agreed[member.view.key]
     assert set(lost) <= set(proposal.steps)
@@ -186,7 +186,7 @@ def test_what_lost_members_have_done_is_known_up_to_a_heartbeat(seed: int, lost:
     at = world.time
     world.run(15.0)
     check_settled(world)
-    if 0 in lost and 3 in lost:  # nobody but the coordinator has heard of member 3
+    if 0 in lost and 3 in lost:  # only the coordinator has had messages of member 3
         member = world.nodes[1].member
         assert world.agreed[member.view.key].steps.keys() == {0}
         lost = [0]
@@ -195,7 +195,7 @@ def test_what_lost_members_have_done_is_known_up_to_a_heartbeat(seed: int, lost:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_what_a_lost_member_has_done_is_known_after_the_coordinator_is_lost_too(seed: int) -> None:
-    """It was in the view that the coordinator has proposed; then it dies, before it can say that it counts."""
+    """Its steps were in the coordinator's proposal; the coordinator dies before it can confirm that."""
     world = World(seed, SINGLE)
     world.run(10.0)
     world.kill(3)

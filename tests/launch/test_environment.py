@@ -1,4 +1,4 @@
-"""What launchers say about a process, and what is said when they do not."""
+"""Launcher variables of a process, and the errors if they are missing or wrong."""
 
 import pickle
 
@@ -25,7 +25,7 @@ BY_HAND = {"NODE_RANK": "1", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
 
 @pytest.fixture
 def variables(monkeypatch):
-    """Sets exactly these launcher variables; ``None`` for none."""
+    """Function that sets exactly these launcher variables; ``None`` removes one."""
 
     def set_to(values):
         for name in {*TORCHRUN, *BY_HAND}:
@@ -38,7 +38,7 @@ def variables(monkeypatch):
 
 
 class Told(LightningEnvironment):
-    """An environment of a launcher's own that extends Lightning's, as that of Ray does."""
+    """A launcher's own environment that extends Lightning's, as that of Ray does."""
 
     def global_rank(self):
         return 2
@@ -52,7 +52,7 @@ ENOUGH = [
     (LightningEnvironment, 2, BY_HAND),
     (LightningEnvironment, 2, {**BY_HAND, "NODE_RANK": None, "GROUP_RANK": "1"}),
     (Told, 2, OF_A_LAUNCHER),
-    (lambda: SLURMEnvironment(auto_requeue=False), 2, {}),  # other launchers are left to themselves
+    (lambda: SLURMEnvironment(auto_requeue=False), 2, {}),  # variables of other launchers are not checked
 ]
 ALL = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 WRONG = [

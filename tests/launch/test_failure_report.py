@@ -1,4 +1,4 @@
-"""What the terminal shows when ranks fail: the traceback of the first one, and a line for each other rank."""
+"""Terminal output when ranks fail: the traceback of the first one, and a line for each other rank."""
 
 import re
 from pathlib import Path
@@ -49,7 +49,7 @@ else:
 
 
 def _printed(folder: Path, how: str, status: int = 1) -> list[str]:
-    """What each of two ranks has printed from its failure on."""
+    """Output of each of two ranks from its failure on."""
     (folder / "train.py").write_text(SCRIPT)
     found = run_script(folder / "train.py", how, folder=folder, ranks=2)
     assert [one for one, _ in found] == [status] * 2, found

@@ -1,4 +1,4 @@
-"""The launcher's store says where a running job is reached."""
+"""Address of a running job, in the launcher's store."""
 
 from datetime import timedelta
 

@@ -128,7 +128,7 @@ def pods_of_job(port: int) -> list[tuple[dict[str, Any], dict[str, str]]]:
 
 
 def pods_of_pytorchjob(port: int) -> list[tuple[dict[str, Any], dict[str, str]]]:
-    """The same, as the training operator does it."""
+    """The same for a PyTorchJob, as the training operator makes its Pods."""
     templates = [replicas["template"] for replicas in REPLICAS.values() for _ in range(replicas["replicas"])]
     common = {"WORLD_SIZE": str(len(templates)), "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
     return [(template, {**common, "RANK": str(number)}) for number, template in enumerate(templates)]
@@ -166,5 +166,5 @@ def test_their_commands_train(tmp_path: Path, pods: Callable[[int], list[Any]], 
         printed = [process.communicate(timeout=300)[0] for process in started]
         assert [process.returncode for process in started] == [0] * len(started), "\n".join(printed)
         assert running() == []
-    told = sorted(line for text in printed for line in text.splitlines() if line.startswith("rank "))
-    assert told == [f"rank {rank} of {len(places)}: {places}" for rank in range(len(places))]
+    lines = sorted(line for text in printed for line in text.splitlines() if line.startswith("rank "))
+    assert lines == [f"rank {rank} of {len(places)}: {places}" for rank in range(len(places))]

@@ -40,13 +40,13 @@ BY_HAND = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "2345", "NODE_RANK": "1", "
 @pytest.fixture
 def clean(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     for name in {name for name in os.environ if name.startswith("SLURM_")} | {*TORCHRUN, *BY_HAND}:
-        monkeypatch.setenv(name, "")  # or what Lightning sets in the test would stay set
+        monkeypatch.setenv(name, "")  # otherwise Lightning's changes in the test would stay
         monkeypatch.delenv(name)
     return monkeypatch
 
 
 def facts(strategy: str, **options: Any) -> dict[str, Any]:
-    """What a Trainer makes of a strategy's name, and of where it runs."""
+    """Properties of a Trainer's strategy, which follow from its name and from the environment."""
     trainer = pl.Trainer(strategy=strategy, accelerator="cpu", logger=False, enable_checkpointing=False, **options)
     chosen = trainer.strategy
     assert isinstance(chosen, DDPStrategy)
@@ -63,7 +63,7 @@ def facts(strategy: str, **options: Any) -> dict[str, Any]:
 
 
 def same(name: str, **options: Any) -> dict[str, Any]:
-    """The facts of a name, seen to be those of Lightning's own."""
+    """The facts of a name; fails if they are not those of Lightning's own strategy."""
     theirs, ours = facts(name, **options), facts(f"hetero_{name}", **options)
     assert ours == {**theirs, "ours": True}
     return ours

@@ -1,6 +1,6 @@
 """`pytorch_lightning`, the old import name: the same package, if lightning_hetero is imported first; else an error.
 
-Each test is a process of its own: what a module name stands for is settled once.
+Each test is a process of its own: the meaning of a module's name is fixed at its first import.
 """
 
 import json
@@ -147,9 +147,9 @@ OTHER_VERSION = """
 def test_where_the_old_package_stays_apart_its_trainer_says_what_to_do(
     tmp_path: Path, before: str, words: list[str]
 ) -> None:
-    *told, fabric = values(script(tmp_path, REFUSED.format(before=before)))
-    assert len(told) == 3
-    assert all(word in text for text in told for word in words)
+    *messages, fabric = values(script(tmp_path, REFUSED.format(before=before)))
+    assert len(messages) == 3
+    assert all(word in text for text in messages for word in words)
     assert "for the Trainer" in fabric
 
 

@@ -1,4 +1,4 @@
-"""Ranks that Lightning has started on this machine: none stays behind, and each end is called by its name."""
+"""Ranks that Lightning has started on this machine: none is left, and each kind of end has its message."""
 
 import os
 import socket
@@ -43,7 +43,7 @@ trainer.fit(Net())
 
 
 def _run(folder: Path, how: str, port: int | None = None) -> tuple[int, str]:
-    """The exit status of rank 0, and what all ranks have printed. No process is left."""
+    """Exit status of rank 0, and output of all ranks. Fails if a process is left."""
     script, printed = folder / "train.py", folder / "printed"
     script.write_text(SCRIPT)
     env = {name: value for name, value in os.environ.items() if name not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
@@ -56,7 +56,7 @@ def _run(folder: Path, how: str, port: int | None = None) -> tuple[int, str]:
         )
         status = job.wait(300)
     until, wrote = time.monotonic() + 90, folder / "rank-1"
-    while not (wrote.exists() and wrote.read_text()) and time.monotonic() < until:  # it may be importing still
+    while not (wrote.exists() and wrote.read_text()) and time.monotonic() < until:  # it may still be importing
         time.sleep(0.1)
     child = int(wrote.read_text())
     while _alive(child) and time.monotonic() < until:

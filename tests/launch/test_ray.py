@@ -1,4 +1,4 @@
-"""Strategies under Ray Train: in its environment and its process group; with Ray itself, where that is installed."""
+"""Strategies under Ray Train: in its environment and its process group, and with Ray itself where it is installed."""
 
 import os
 import re
@@ -29,7 +29,7 @@ needs_ray = pytest.mark.skipif(
 
 
 class LikeRays(LightningEnvironment):
-    """Says what the launcher knows, as Ray's environment does, which extends the same class."""
+    """Has the launcher's values, as Ray's environment does, which extends the same class."""
 
     def world_size(self) -> int:
         return dist.get_world_size()
@@ -48,7 +48,7 @@ class LikeRays(LightningEnvironment):
 
 
 class LikeRaysDDP(DDPStrategy):
-    """Ray's strategy knows the device, and gives samplers their part."""
+    """Knows the device, and the part of samplers, as Ray's strategy does."""
 
     @property
     def root_device(self) -> torch.device:
@@ -71,7 +71,7 @@ KINDS = {"ddp": OursDDP, "diloco": OursDiLoCo}
 
 
 def _fit(kind: str, made: bool, **options: Any) -> Any:
-    """A fit; as under Ray, where the process group is there already, or with torchrun."""
+    """Train; as under Ray, where the process group exists already, or as with torchrun."""
     del os.environ["TORCHELASTIC_RUN_ID"]
     if made:
         dist.init_process_group("gloo")
@@ -107,13 +107,13 @@ def _refused(backend: str, **options: Any) -> str:
 
 
 def test_a_group_of_another_backend_is_refused() -> None:
-    for said in run(_refused, 2, "cpu:gloo,cuda:gloo"):
-        assert "TorchConfig(backend='gloo')" in said
+    for message in run(_refused, 2, "cpu:gloo,cuda:gloo"):
+        assert "TorchConfig(backend='gloo')" in message
 
 
 def test_a_group_that_cannot_be_left_is_refused_where_that_is_asked_for() -> None:
-    for said in run(_refused, 2, "gloo", on_peer_loss="continue"):
-        assert "FailureConfig(max_failures=...)" in said
+    for message in run(_refused, 2, "gloo", on_peer_loss="continue"):
+        assert "FailureConfig(max_failures=...)" in message
 
 
 def test_the_launchers_group_is_known_also_to_a_second_fit(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,9 +137,9 @@ def test_the_example_trains_on_two_workers(tmp_path: Path, strategy: str) -> Non
     command = [sys.executable, str(EXAMPLE), "--workers", "2", "--emulate", "--strategy", strategy, "--epochs", "4"]
     command += ["--folder", str(tmp_path / "runs")]
     done = completed(command, env, patience=30.0, timeout=500)
-    told = re.search(r"^(\d+) ranks took (\d+) steps; samples per step: \[(\d+), (\d+)\]$", done.stdout, re.MULTILINE)
-    assert told is not None, done.stdout[-3000:]
-    ranks, steps, fast, slow = map(int, told.groups())
+    line = re.search(r"^(\d+) ranks took (\d+) steps; samples per step: \[(\d+), (\d+)\]$", done.stdout, re.MULTILINE)
+    assert line is not None, done.stdout[-3000:]
+    ranks, steps, fast, slow = map(int, line.groups())
     assert (ranks, steps) == (2, 4 * 45)
     assert fast + slow == 32
     assert fast > 1.5 * slow  # by hand: 24.6 and 7.4

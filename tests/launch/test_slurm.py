@@ -34,7 +34,7 @@ SCONTROL = """#!/usr/bin/env bash
 [[ "$1" == requeue ]] && echo "$*" >> "$REQUEUED"
 exit 0
 """
-#: Two ranks that train slowly, and save as they go.
+#: Script of ranks that train slowly, and save regularly.
 TRAIN = """
 import sys, time
 import torch
@@ -57,7 +57,7 @@ print(f"rank {{trainer.global_rank}} is at step {{trainer.global_step}}", flush=
 
 
 def _allocation(tmp_path: Path) -> dict[str, str]:
-    """What SLURM tells a batch script on two nodes, with stand-ins for its commands."""
+    """Variables that SLURM gives to a batch script on two nodes, with stand-ins for its commands."""
     for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
@@ -83,12 +83,12 @@ def test_the_example_starts_a_torchrun_per_node(tmp_path: Path) -> None:
     assert re.search(r"within a node\s+│ 0 - 1", done.stdout)
     assert re.search(r"between nodes\s+│ 0 - 2", done.stdout)
     assert re.search(r"hetero_daso\s+│ available", done.stdout)
-    said = " ".join(done.stdout.split())
-    assert "in a ring over the slowest link between nodes: 4 x (7.45 MB / 3 / " in said
+    output = " ".join(done.stdout.split())
+    assert "in a ring over the slowest link between nodes: 4 x (7.45 MB / 3 / " in output
 
 
 def _batch(tmp_path: Path, script: str, restarts: int, **more: str) -> subprocess.Popen:
-    """Starts the batch script with a training."""
+    """Start the batch script with a training."""
     (tmp_path / "train.py").write_text(script)
     variables = {
         **_allocation(tmp_path),
@@ -103,7 +103,7 @@ def _batch(tmp_path: Path, script: str, restarts: int, **more: str) -> subproces
 
 
 def _ask_to_stop(job: subprocess.Popen, tmp_path: Path, by: int = signal.SIGUSR1) -> None:
-    """What SLURM sends before the time limit, or by SIGTERM on `scancel`, once a checkpoint is there."""
+    """Send the signal of SLURM before the time limit, or SIGTERM as `scancel` does, once a checkpoint is there."""
     until = time.monotonic() + 120
     while not list(tmp_path.glob("runs/step=*.ckpt")) and time.monotonic() < until:
         assert job.poll() is None, (tmp_path / "printed").read_text()
@@ -126,7 +126,7 @@ def test_a_job_at_its_time_limit_is_put_back_and_goes_on(tmp_path: Path) -> None
         second = _batch(tmp_path, TRAIN.format(slow=False), restarts=1)
         assert second.wait(200) == 0, printed.read_text()
         assert running() == []
-    assert len(requeued.read_text().splitlines()) == 1  # what is complete is not put back
+    assert len(requeued.read_text().splitlines()) == 1  # a complete job is not put back
     assert printed.read_text().count("is at step 32") == 2
     assert re.search(r"Restored all states .*hpc_ckpt_1\.ckpt", printed.read_text())
 

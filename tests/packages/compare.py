@@ -34,11 +34,11 @@ ROUNDING = 1e-3
 
 Train = Callable[[dict[str, Any]], None]
 Rows = Callable[[Any], Iterable[Tensor]]
-Found = dict[str, Any]  # what came of a fit on one rank
+Found = dict[str, Any]  # results of a fit on one rank
 
 
 class Watch(Callback):
-    """Notes each sample, loss and metric, and the model.
+    """Keeps each sample, loss and metric, and the model.
 
     Args:
         rows: the tensors of a batch that tell its samples apart, a row each.
@@ -70,7 +70,7 @@ class Watch(Callback):
         self.metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
 
     def save(self, path: Path) -> None:
-        """Write what it has noted, and the weights."""
+        """Write the record and the weights."""
         assert self.module is not None
         weights = torch.cat([p.detach().double().reshape(-1) for p in self.module.parameters() if p.numel()])
         found = {"seen": self.seen, "losses": self.losses, "steps": self.steps, "metrics": self.metrics}
@@ -78,14 +78,14 @@ class Watch(Callback):
 
 
 def _strategy(name: str, unused: bool) -> Any:
-    """What the Trainer gets."""
+    """The ``strategy`` argument of the Trainer."""
     if name == EVEN:
         return HeteroDDPStrategy(balance="off", find_unused_parameters=unused)
     return f"{name}_find_unused_parameters_true" if unused else name
 
 
 def _rank(rank: int, port: int, train: Train, rows: Rows, strategy: Any, results: Path) -> None:
-    """Fit as one of two ranks, on two nodes of one rank each, and write what came of it."""
+    """Fit as one of two ranks, on two nodes of one rank each, and write the results."""
     with open(results / f"{rank}.txt", "w") as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
@@ -119,10 +119,10 @@ def _rank(rank: int, port: int, train: Train, rows: Rows, strategy: Any, results
 
 
 def _fit(train: Train, rows: Rows, strategy: Any) -> list[Found]:
-    """What came of it on each rank."""
+    """Results of a fit on each rank."""
     with tempfile.TemporaryDirectory(prefix="packages-") as folder:
         results = Path(folder)
-        port = random.SystemRandom().randrange(20000, 32000)  # below those that the kernel gives to connections
+        port = random.SystemRandom().randrange(20000, 32000)  # below the ports that the kernel gives to connections
         context = multiprocessing.get_context("fork")  # after the imports, which take longer than the fit
         arguments = port, train, rows, strategy, results
         processes = [context.Process(target=_rank, args=(rank, *arguments)) for rank in range(WORLD)]
@@ -140,12 +140,12 @@ def _fit(train: Train, rows: Rows, strategy: Any) -> list[Found]:
 
 
 def load(results: Path) -> list[Found]:
-    """What the ranks have written to a folder."""
+    """Results that the ranks have written to a folder."""
     return [torch.load(results / f"{rank}.pt", weights_only=False) for rank in range(WORLD)]
 
 
 def _mean_losses(ranks: list[Found]) -> list[float]:
-    """Of each epoch, over all samples."""
+    """Mean loss of each epoch, over all samples."""
     epochs = zip(*(one["losses"] for one in ranks), strict=True)
     means = []
     for parts in epochs:
@@ -155,12 +155,12 @@ def _mean_losses(ranks: list[Found]) -> list[float]:
 
 
 def _seen(ranks: list[Found]) -> list[Counter[str]]:
-    """How often each sample was seen in each epoch, by all ranks."""
+    """Number of times that each sample was seen in each epoch, by all ranks."""
     return [sum(parts, Counter()) for parts in zip(*(one["seen"] for one in ranks), strict=True)]
 
 
 def _differences(name: str, ranks: list[Found], plain: list[Found]) -> list[str]:
-    """How a fit differs from that of ``ddp`` though it should not."""
+    """Differences of a fit from that of ``ddp`` that should not be there."""
     wrong = []
     if (steps := [one["steps"] for one in ranks]) != (usual := [one["steps"] for one in plain]):
         wrong.append(f"{steps} steps, with ddp {usual}")
@@ -180,12 +180,12 @@ def _differences(name: str, ranks: list[Found], plain: list[Found]) -> list[str]
         value, usual = (sum(one["metrics"][key] for one in of) / WORLD for of in (ranks, plain))  # if not synced
         if not math.isclose(value, usual, rel_tol=ROUNDING, abs_tol=1e-6):
             wrong.append(f"{key} is {value} in the mean over ranks, with ddp {usual}")
-    if name.startswith("hetero_ddp") and (off := _apart(ranks, plain)) > ROUNDING:
+    if name.startswith("hetero_ddp") and (off := _distance(ranks, plain)) > ROUNDING:
         wrong.append(f"weights are {off:.1e} from those of ddp")
     return wrong
 
 
-def _apart(ranks: list[Found], plain: list[Found]) -> float:
+def _distance(ranks: list[Found], plain: list[Found]) -> float:
     own, usual = ranks[0]["weights"], plain[0]["weights"]
     return float((own - usual).norm() / usual.norm())
 
@@ -204,7 +204,7 @@ def main(package: str, train: Train, rows: Rows, unused: bool = False) -> None:
 
 
 def compare(package: str, fits: dict[str, Callable[[], list[Found]]]) -> None:
-    """As :func:`main`, with the fits themselves, by what they are called; the first is that of ``ddp``."""
+    """Compare fits given by name, as :func:`main` does; the first one is that of ``ddp``."""
     plain: list[Found] = []
     failed = False
     title = f"{package} {version(package)}"
@@ -230,7 +230,7 @@ def compare(package: str, fits: dict[str, Callable[[], list[Found]]]) -> None:
             ranks[0]["steps"],
             f"{samples}, each {each} per epoch",
             f"{losses[0]:.4g} to {losses[-1]:.4g}",
-            f"{_apart(ranks, plain):.1e}",
+            f"{_distance(ranks, plain):.1e}",
             "; ".join(wrong) or "as it should be",
         )
         print(f"| {' | '.join(map(str, cells))} |", flush=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 ENVIRONMENTS = ROOT / ".envs"
-#: Each by its name on PyPI, and what pip is asked for.
+#: Packages by their names on PyPI, with the requirements for pip.
 PACKAGES = {
     "pytorch-forecasting": ["pytorch-forecasting"],
     "scvi-tools": ["scvi-tools"],
@@ -27,7 +27,7 @@ PACKAGES = {
 
 
 def python_of(package: str, constraints: str) -> Path:
-    """The Python of a package's environment, which is made if it is not there."""
+    """The Python of a package's environment, which is made if it does not exist."""
     folder = ENVIRONMENTS / package
     python, ready = folder / "bin" / "python", folder / ".ready"
     if not ready.exists():
@@ -41,7 +41,7 @@ def python_of(package: str, constraints: str) -> Path:
 
 
 def main() -> int:
-    """Run all, or those that are named; 1 if one is not as it should be."""
+    """Run all scripts, or the named ones; 1 if one fails."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("packages", nargs="*", help=f"of {', '.join(PACKAGES)}; default: all")
     parser.add_argument("--constraints", default=str(ROOT / "constraints.txt"), help="for pip")

@@ -14,7 +14,7 @@ def molecules(count: int, seed: int) -> data.MoleculeDataset:
     points = []
     for i in range(count):
         before, after, kind = *draw.integers(1, 9, 2), draw.integers(3)
-        value = (before + after + 4 * kind) / 10 + 1e-4 * i  # so that all samples differ
+        value = (before + after + 4 * kind) / 10 + 1e-4 * i  # otherwise samples would be equal
         points.append(data.MoleculeDatapoint.from_smi("C" * before + "ONS"[kind] + "C" * after, np.array([value])))
     return data.MoleculeDataset(points)
 

@@ -9,7 +9,7 @@ from darts.models import NBEATSModel
 
 
 def series(length: int) -> list[TimeSeries]:
-    """Waves of their own phase and height."""
+    """Waves with phases and heights of their own."""
     draw, times = np.random.default_rng(1), np.arange(length)
     waves = [(1 + i) * np.sin(times / 8 * 2 * np.pi + i) + draw.normal(0, 0.1, length) for i in range(8)]
     return [TimeSeries.from_values(wave.astype(np.float32)) for wave in waves]

@@ -1,4 +1,4 @@
-"""gluonts: DeepAR on made-up series. Its training data is a stream of windows that each rank draws at random."""
+"""gluonts: DeepAR on made-up series. Its training data is a stream of windows, drawn at random on each rank."""
 
 import os
 from typing import Any
@@ -11,7 +11,7 @@ from gluonts.torch import DeepAREstimator
 
 
 def series(length: int) -> ListDataset:
-    """Waves of their own phase and height, every second one for each rank: gluonts leaves it to users to split data."""
+    """Waves with phases and heights of their own, every second one for each rank: with gluonts users split the data."""
     draw, hours = np.random.default_rng(1), np.arange(length)
     waves = [5 + (1 + i) * np.sin(hours / 24 * 2 * np.pi + i) + draw.normal(0, 0.1, length) for i in range(8)]
     own = waves[int(os.environ["RANK"]) :: 2]

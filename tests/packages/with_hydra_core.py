@@ -58,7 +58,7 @@ def application(configuration: DictConfig) -> None:
 
 
 def start(by: list[str], strategy: str) -> list[Found]:
-    """What came of the application on each rank, which Python starts with these arguments before its file."""
+    """Results of the application on each rank; Python gets these arguments before the file."""
     with tempfile.TemporaryDirectory(prefix="packages-") as folder:
         (Path(folder) / "configuration.yaml").write_text(CONFIGURATION)
         command = [sys.executable, *by, __file__, f"--config-dir={folder}", f"trainer.strategy={strategy}"]

@@ -13,7 +13,7 @@ WORDS, LENGTH = 32, 16
 
 
 def sequences() -> tuple[TensorDataset, TensorDataset]:
-    """Sequences that count up, each by its own step from its own start; for training and for validation."""
+    """Sequences of numbers, each with a start and a step of its own; for training and for validation."""
     drawn = torch.randperm(WORDS * WORDS, generator=torch.Generator().manual_seed(1))[:200, None]
     words = (drawn // WORDS + drawn % WORDS * torch.arange(LENGTH + 1)) % WORDS
     return TensorDataset(words[:160]), TensorDataset(words[160:])

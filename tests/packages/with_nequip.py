@@ -65,7 +65,7 @@ def train(trainer: dict[str, Any]) -> None:
         val_metrics={"_target_": target(EnergyForceMetrics), "coeffs": {f"{name}_mae": 1.0 for name in weights}},
     )
     fit = Trainer(**trainer)
-    module.world_size = fit.world_size  # as its own script does: its loss is the part of each rank
+    module.world_size = fit.world_size  # as its own script does: each rank's loss is its part of the sum
     fit.fit(module, datamodule=data)
 
 

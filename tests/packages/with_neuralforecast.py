@@ -12,7 +12,7 @@ SERIES, LENGTH, BATCH = 160, 40, 8
 
 
 def table() -> pd.DataFrame:
-    """Waves of their own phase and height."""
+    """Waves with phases and heights of their own."""
     draw, times = np.random.default_rng(1), np.arange(LENGTH)
     parts = []
     for i in range(SERIES):
@@ -29,13 +29,13 @@ def train(trainer: dict[str, Any]) -> None:
         max_steps=EPOCHS * SERIES // (2 * BATCH),
         val_check_steps=20,
         batch_size=BATCH,
-        windows_batch_size=None,  # all windows of a batch, of which it else draws some
+        windows_batch_size=None,  # all windows of a batch; by default it draws some
         mlp_units=3 * [[16, 16]],
         random_seed=1,
         **trainer,
     )
     forecast = NeuralForecast([model], freq=1)
-    forecast.models[0].trainer_kwargs["callbacks"] = trainer["callbacks"]  # it has copied the model, and them
+    forecast.models[0].trainer_kwargs["callbacks"] = trainer["callbacks"]  # it has copied the model and the callbacks
     forecast.fit(table(), val_size=8)
 
 

@@ -21,7 +21,7 @@ def train(trainer: dict[str, Any]) -> None:
 
 
 def points(batch: Any) -> Iterable[Tensor]:
-    """Those of both conditions."""
+    """The points of both conditions."""
     return [data["input"].tensor for _, data in (batch.items() if isinstance(batch, dict) else batch)]
 
 

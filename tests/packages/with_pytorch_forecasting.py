@@ -14,7 +14,7 @@ SERIES, LENGTH, PAST, FUTURE = 8, 46, 16, 4
 
 
 def table() -> pd.DataFrame:
-    """Waves of their own phase and height."""
+    """Waves with phases and heights of their own."""
     draw, times = np.random.default_rng(1), np.arange(LENGTH)
     parts = []
     for i in range(SERIES):
@@ -40,7 +40,7 @@ def train(trainer: dict[str, Any]) -> None:
     validation = TimeSeriesDataSet.from_dataset(training, frame, min_prediction_idx=LENGTH - 6)
     loaders = training.to_dataloader(train=True, batch_size=8), validation.to_dataloader(train=False, batch_size=4)
     options: dict[str, Any] = {"hidden_size": 8, "attention_head_size": 2, "hidden_continuous_size": 4, "dropout": 0.0}
-    metrics = ModuleList([MAE()])  # means over samples: of the others, such as RMSE, each rank logs that of its own
+    metrics = ModuleList([MAE()])  # means over samples; for others, such as RMSE, each rank logs its own
     options |= {"loss": QuantileLoss(), "logging_metrics": metrics, "learning_rate": 0.01, "log_interval": 0}
     model = TemporalFusionTransformer.from_dataset(training, **options)
     Trainer(**trainer, gradient_clip_val=0.1).fit(model, *loaders)

@@ -9,7 +9,7 @@ from compare import main
 
 
 def train(trainer: dict[str, Any]) -> None:
-    scvi.settings.seed = 1  # by which it splits cells into those for training and for validation, on each rank alike
+    scvi.settings.seed = 1  # for the split into cells for training and for validation, equal on all ranks
     draw = np.random.default_rng(1)
     kinds = draw.gamma(1.0, 2.0, (3, 20))
     cells = AnnData(draw.poisson(kinds[draw.integers(3, size=200)]).astype(np.float32))

@@ -1,4 +1,4 @@
-"""The choice against brute force over the predictions, and what a user forbids."""
+"""The choice against brute force over the predictions, and the limits of a user."""
 
 from dataclasses import replace
 from itertools import chain, combinations, product
@@ -58,7 +58,7 @@ def test_it_is_among_the_fastest_that_are_allowed_or_none_gains_enough(rate, spe
 
 
 def by_hand(allowed, now, gain):
-    """Drop those that gain too little, then those that another beats by as much, then take what learns most."""
+    """Drop the options that gain too little, then those much slower than another one; take the one that learns most."""
     left = [one for one in allowed if one.speed > (1 + gain) * now]
     left = [one for one in left if not any(other.speed > (1 + gain) * one.speed for other in left)]
     for tier in BY_LEARNING:
@@ -68,7 +68,7 @@ def by_hand(allowed, now, gain):
 
 
 def test_replicas_that_learn_less_must_be_faster_by_the_gain():
-    known = cluster(25e6)  # pairs in the background hide all, and means over nodes nearly all
+    known = cluster(25e6)  # pairs in the background hide all of their exchanges, and means over nodes nearly all
     fastest = max((one for one in predictions(known) if one.name in CANDIDATES), key=lambda one: one.speed)
     assert fastest.name == "hetero_gossip_async"
     assert choose(known, ddp_step(known), AutoLimits(gain=0.2)).prediction.name == "hetero_daso"
@@ -89,7 +89,7 @@ def test_a_gain_over_the_model_alone_is_none_and_over_the_measurement_alone_neit
 
 
 def test_how_much_hides_is_told_by_the_measured_steps():
-    """A model in one layer hides nothing, one in many layers half of a step; the arithmetic cannot know which."""
+    """A model in one layer hides nothing, and one in many layers half of a step; arithmetic cannot know which."""
     known = cluster(100e6, (1.0,))  # 0.1 s of work, and as much for the gradients
     hides_all, hides_nothing = (
         known.split + known.exposed(known.gradients(), known.split),
@@ -140,7 +140,7 @@ def test_exact_stays_whatever_is_gained():
 
 
 def everything(known: Cluster, every: int | None, wire: str | None) -> list[tuple[tuple[int, ...], object]]:
-    """All that can be chosen: any ranks may be left out, but for hetero_ddp's need of a sample each."""
+    """All options: any ranks may be left out, except that `hetero_ddp` needs a sample for each."""
     found = []
     subsets = chain.from_iterable(combinations(range(known.world), count) for count in range(known.world))
     for left_out in subsets:
@@ -170,8 +170,8 @@ def test_the_cheapest_settings_of_each_strategy_and_of_these_what_learns_most(ra
         near = [one for one in whole if one.name == name and one.speed >= (1 - EQUAL) * most]
         cheapest[name] = min(near, key=lambda one: (one.every, list(WIRES).index(one.wire), -one.speed))
     exact = max(cheapest["ddp"], cheapest["hetero_ddp"], key=lambda one: one.speed)
-    apart = [one for one in cheapest.values() if not one.exact]
-    assert best == (by_hand(apart, exact.speed, AutoLimits().gain) or exact)
+    inexact = [one for one in cheapest.values() if not one.exact]
+    assert best == (by_hand(inexact, exact.speed, AutoLimits().gain) or exact)
     assert {best.name, *(one.prediction.name for one in others)} == {one.name for one in predictions(known)}
     speeds_of_rows = [(one.prediction.seldom, -one.prediction.speed) for one in others]
     assert speeds_of_rows == sorted(speeds_of_rows)
@@ -186,7 +186,7 @@ def test_a_rank_that_slows_the_job_is_left_out_as_when_all_subsets_are_tried(rat
     assert left_out == (3,)
     most = max(one.speed for _, one in everything(known, None, None))
     assert best.speed * (1 + AutoLimits().gain) >= most
-    assert search(replace(known, given=(16,) * 4))[0].left_out == ()  # shares that are given stay
+    assert search(replace(known, given=(16,) * 4))[0].left_out == ()  # given shares stay
 
 
 def test_what_the_search_has_found_needs_no_change_of_settings():

@@ -1,4 +1,4 @@
-"""The command `plan`: what it prints, what it reads, and what it refuses."""
+"""The command `plan`: its output, its input, and its errors."""
 
 import json
 import re
@@ -64,8 +64,8 @@ def test_what_is_no_rate(text, words):
 def test_help_names_the_defaults(capsys):
     with pytest.raises(SystemExit):
         main(["plan", "--help"])
-    told = re.findall(r"--(\w+) \w+\s+(?:[^-]|-(?!-))*?\(([\w.-]+)[^)]*\)\s", capsys.readouterr().out)
-    found = {name: text for name, text in told if name in ClusterOptions._fields}
+    shown = re.findall(r"--(\w+) \w+\s+(?:[^-]|-(?!-))*?\(([\w.-]+)[^)]*\)\s", capsys.readouterr().out)
+    found = {name: text for name, text in shown if name in ClusterOptions._fields}
     assert set(found) == set(ClusterOptions._fields)
     for name, text in found.items():
         value = ClusterOptions()._asdict()[name]
@@ -112,7 +112,7 @@ NODE = [[0.01, 0.002], [0.01, 0.004]]
 
 
 def saved(folder, **changed):
-    """A file of two nodes of two ranks, or what a test makes of it."""
+    """A file of two nodes of two ranks, or with a test's changes of it."""
     links = {"within": [1e-5, 1e9], "between": [1e-4, 125e6]}
     found = {"format": 1, "nodes": [NODE, NODE], "samples": 32, "size": 4e6, **links}
     file = folder / "doctor.json"
@@ -212,7 +212,7 @@ def test_what_a_file_has_measured_cannot_be_given_beside_it(option, tmp_path):
         (["--out", "nowhere/scaling.png"], "in a folder that exists"),
         (["--out", "scaling.jpeg2"], "give the name of a PNG"),
         (["--nodes", "1000000"], "are more than 100000"),
-        (["--nodes", "10000000000000"], "are more than 100000"),  # not by way of a list of them
+        (["--nodes", "10000000000000"], "are more than 100000"),  # without a list of all of them
         (["--most", "10000000000000"], "are more than 100000"),
         (["--link", "1.2.3gbit"], "is no rate"),
         (["--link", "1Mb"], "can be of bits or of bytes"),

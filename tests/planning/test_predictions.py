@@ -1,4 +1,4 @@
-"""Predictions against rings that are played through, figures that were measured, bounds, and the strategies."""
+"""Predictions against simulated rings, measured figures, bounds, and the strategies."""
 
 import inspect
 import math
@@ -79,7 +79,7 @@ def test_a_ring_takes_as_many_rounds_as_it_has_when_played_through():
 
 
 def after_the_pass(count, seconds, work, hidden):
-    """Play a pass through: buckets get ready evenly over its last part, and travel one after the other."""
+    """Simulate a pass: buckets are ready one by one in its last part, and are sent one after the other."""
     free = 0.0
     for bucket in range(count):
         ready = work * (1 - hidden) + work * hidden * (bucket + 1) / count
@@ -99,7 +99,7 @@ def test_gradients_are_exposed_as_when_their_buckets_are_played_through(count, s
 
 @given(some.floats(1e-4, 100.0), some.floats(1e6, 1e9))
 def test_buckets_by_the_link_are_as_large_as_those_that_are_chosen_in_training(seconds, size):
-    some_cluster = cluster(size=size, step=1e-9)  # nothing to hide behind: all but the last bucket travel before
+    some_cluster = cluster(size=size, step=1e-9)  # all buckets but the last are sent before the end of the pass
     chosen = all_reduce.AllReduceTime(0.0, seconds / size).bucket_mib() or all_reduce.DEFAULT
     last = replace(some_cluster, hidden=1.0).exposed(seconds, 1e6) / seconds * size
     assert last <= size
@@ -120,7 +120,7 @@ MEASURED = {"hetero_daso": (1.06, 4, "bf16"), "hetero_node": (1.54, 8, "fp32"), 
 @pytest.mark.parametrize("name", MEASURED)
 def test_ratios_that_were_measured_on_an_emulated_cluster(name):
     ratio, every, wire = MEASURED[name]
-    floor = 0.073 / 0.79  # of "no exchange": gradients within nodes, measured as well
+    floor = 0.073 / 0.79  # seconds of "no exchange", with gradients within nodes, measured as well
     found = by_name(cluster(step=floor), every, wire)[name]
     assert found.step / floor == pytest.approx(ratio, rel=0.08)
 
@@ -157,7 +157,7 @@ def test_no_strategy_is_faster_than_its_work(some_cluster, every, wire):
         assert one.efficiency == pytest.approx(one.speed / some_cluster.independent_speed)
         if one.name == "ddp":
             assert one.step >= some_cluster.even
-        else:  # asynchronous or not, the slowest rank has its share to do
+        else:  # the slowest rank has its share to do, in asynchronous strategies too
             assert one.step >= some_cluster.split * (1 - 1e-9)
 
 
@@ -182,7 +182,7 @@ def test_splitting_by_speed_never_loses_and_a_faster_link_neither(some_cluster):
 def test_every_strategy_is_there_and_split_is_the_best_one():
     some_cluster = cluster(speeds=(1.0, 0.5))
     found = by_name(some_cluster)
-    # The one is of one machine: nothing to predict between nodes. The other is one of these.
+    # Not predicted: one is for one machine only, and the other becomes another strategy.
     elsewhere = {"hetero_easgd_hogwild", "hetero_auto"}
     assert set(found) - {"ddp", "hetero_diloco (streaming)"} == {entry.name for entry in ENTRIES} - elsewhere
     assert some_cluster.split == makespan(some_cluster.shares, some_cluster.ranks) < some_cluster.even
@@ -327,17 +327,17 @@ DEVICES = (Path(__file__).parents[2] / "docs" / "devices.md").read_text()
 
 
 def test_memory_is_that_of_the_table_whose_figures_are_counted():
-    """Under docs/devices.md; test_device_memory.py counts them."""
+    """The table is in docs/devices.md; test_device_memory.py measures its figures."""
     rows = re.findall(r"^\| (`hetero_.*?) \| (\d).*? \| (\d+)", DEVICES, re.M)
     gradients = next(int(device) + int(host) for names, device, host in rows if "replicas of several" in names)
-    told = {name: int(device) + int(host) for names, device, host in rows for name in re.findall(r"`(\w+)`", names)}
+    listed = {name: int(device) + int(host) for names, device, host in rows for name in re.findall(r"`(\w+)`", names)}
     one_rank = by_name(cluster(nodes=(1, 1)))
     several = by_name(cluster(nodes=(2, 2)))
     size = cluster(nodes=(1, 1)).size / 4
     kinds = {kind.name.removesuffix(" (streaming)"): kind for kind in KINDS.values()}
-    told["hetero_measgd_async"] = told.get("hetero_measgd_async", told["hetero_easgd_async"])
+    listed["hetero_measgd_async"] = listed.get("hetero_measgd_async", listed["hetero_easgd_async"])
     for name, kind in kinds.items():
-        assert one_rank[kind.name].kept == pytest.approx(told[name] * size), name
+        assert one_rank[kind.name].kept == pytest.approx(listed[name] * size), name
         more = gradients if kind.nodes else 0
-        assert several[kind.name].kept == pytest.approx((told[name] + more) * size), name
+        assert several[kind.name].kept == pytest.approx((listed[name] + more) * size), name
     assert several["hetero_ddp"].kept == pytest.approx(gradients * size)

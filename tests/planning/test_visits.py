@@ -1,4 +1,4 @@
-"""Predicted steps of strategies with a center, against ranks and a center that are played through, visit by visit."""
+"""Predicted steps of strategies with a center, against a simulation of ranks and a center, visit by visit."""
 
 import heapq
 from dataclasses import replace
@@ -31,7 +31,7 @@ def visits_of(some_cluster, fewer=1.0):
 
 
 def played(paces, visits, every, *, behind, in_turn=False):
-    """Seconds of a step of the rank that is done last. The center serves one visit at a time, first come, first served.
+    """Seconds of a step of the last rank. The center serves one visit at a time, first come, first served.
 
     Args:
         paces: seconds of a step of each rank.
@@ -91,7 +91,7 @@ def test_a_step_is_that_of_the_slowest_rank_as_when_visits_are_played_through(na
 
 
 def test_a_rank_that_comes_far_to_the_center_holds_up_the_fit_and_is_not_chosen():
-    """Twenty Mbit, two nodes of one rank: it was chosen, and was up to 1.8 times as slow as hetero_node."""
+    """An example: two nodes of one rank with 20 Mbit; the strategy was up to 1.8 times as slow as hetero_node."""
     some_cluster = replace(cluster(rate=2.5e6), handling=5e8)
     found = by_name(some_cluster, 16)
     visit = 2 * (2e-4 + SIZE / 2.5e6)

@@ -1,4 +1,4 @@
-"""Every value of a sharded parameter is exchanged once, by the one rank of each replica that holds it."""
+"""Columns of sharded parameters: each value is exchanged once, by the one rank of each replica that holds it."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -76,7 +76,7 @@ LIMIT = timedelta(seconds=20)
 
 
 class Job:
-    """Ranks of replicas of these sizes, and what each holds of two parameters in shards and of a buffer."""
+    """Ranks of replicas of these sizes, with their parts of two parameters in shards and of a buffer."""
 
     def __init__(self, sizes: Sequence[int]) -> None:
         firsts = [0, *accumulate(sizes)]
@@ -96,7 +96,7 @@ class Job:
         return Columns(self.replicas, rank, lengths)
 
     def links(self, rank: int) -> ReplicaLinks:
-        """The network between replicas, of the rank that this process is."""
+        """The network between replicas, for the rank of this process."""
         columns = self.columns(rank)
         links = ReplicaLinks(rank, self.replicas, Groups.open(LIMIT), "error", None, columns.ranks, columns.cut)
         links.lay_out(self.layout(rank))
@@ -115,7 +115,7 @@ def drawn(seed: Sequence[int]) -> dict[str, torch.Tensor]:
 
 
 def state(job: Job, replica: int, rank: int) -> dict[str, Any]:
-    """A rank's state, if it were of a replica: vectors, and what an optimizer holds by the names of parameters."""
+    """State of a rank in a replica: vectors, and an optimizer's state by the names of parameters."""
     whole = drawn([replica])
     named = {name: {"momentum": whole[name][n.start : n.stop] * 2} for name, n in job.held[rank].items()}
     return {"vectors": [job.part(whole, rank)], "outer": [{"state": named, "lr": 0.1}], "step": torch.ones(1)}
@@ -138,7 +138,7 @@ def test_state_of_another_replica_is_put_together(sizes: Sequence[int]) -> None:
 
 @pytest.mark.parametrize("sizes", [(2, 1), (1, 3), (4, 2, 3)])
 def test_parts_of_vectors_come_back(sizes: Sequence[int]) -> None:
-    """Of a buffer, which is in all columns, the first one counts; parts tell apart what is of which value."""
+    """A buffer is in all columns, and that of the first one counts; the other parts have their own values."""
     job, whole = Job(sizes), drawn([0])
     for rank in range(job.world):
         layout, vector = LayoutInColumns(job.layout(rank), job.columns(rank).cut), job.part(whole, rank)
@@ -156,7 +156,7 @@ def test_parts_of_vectors_come_back(sizes: Sequence[int]) -> None:
 
 
 class OneColumn:
-    """Stands for a transport of a column: exchanges what is offered with a peer that has zeros, or misses it."""
+    """Stands for a transport of a column: exchanges an offer with a peer that has zeros, or misses it."""
 
     def __init__(self, like: Sequence[torch.Tensor], comes: bool) -> None:
         self.outbox, self.comes = OwnVectors([torch.empty_like(part) for part in like]), comes
@@ -193,7 +193,7 @@ def test_a_part_that_is_not_exchanged_stays(comes: tuple[bool, bool]) -> None:
 
 
 def taken_over(sizes: Sequence[int]) -> list[tuple[Any, Any]]:
-    """The state of each rank's replica as it comes here, and as it should."""
+    """The state of each rank's replica, as received here and as expected."""
     dist.init_process_group("gloo", timeout=LIMIT)
     job, rank = Job(sizes), dist.get_rank()
     links, found = job.links(rank), []
@@ -234,7 +234,7 @@ def exchanged(sizes: Sequence[int], wire: str) -> tuple[list[torch.Tensor], list
 
 
 def by_hand(sizes: Sequence[int], wire: str) -> tuple[list[dict[str, torch.Tensor]], dict[tuple[str, int], float], int]:
-    """The means of whole parameters, what is left out of the sum of each value and of the padding, and all bytes."""
+    """Means of whole parameters, residuals of each value and of the padding, and the number of all bytes."""
     job, encoding, count = Job(sizes), encoding_of(wire), len(sizes)
     assert encoding is not None
     owners = {
@@ -246,7 +246,7 @@ def by_hand(sizes: Sequence[int], wire: str) -> tuple[list[dict[str, torch.Tenso
     left = dict.fromkeys(owners, 0.0)
 
     def coded(rest: torch.Tensor) -> torch.Tensor:
-        """What arrives of values; they become what is left."""
+        """The values that arrive; the residuals take their place."""
         message, arrived = torch.zeros(encoding.bytes(len(rest)), dtype=torch.uint8), torch.zeros(len(rest))
         encoding.encode(rest, message)
         encoding.add(message, arrived)
@@ -279,7 +279,7 @@ def by_hand(sizes: Sequence[int], wire: str) -> tuple[list[dict[str, torch.Tenso
             left[value] = sum(float(rest[number]) for rest in rests) + (
                 float(sums.view(-1)[number]) if count > 2 else 0
             )
-        if count > 2:  # a wire that has no 0 among its levels leaves something of zeros, too
+        if count > 2:  # a wire without a level 0 has residuals of zeros, too
             left["padding", index] = float(sums.view(-1)[len(mine) :].sum())
     return means, left, sent
 
@@ -296,7 +296,7 @@ def test_a_low_bit_wire_carries_each_column_by_itself(sizes: Sequence[int], wire
         for rank, (found, *_) in enumerate(results):
             expected = job.part({**mean, "buffer": truth}, rank)
             torch.testing.assert_close(found[step], expected, rtol=0, atol=1e-6)
-    for name, rows in ROWS_OF.items():  # what has arrived and what is left make up all
+    for name, rows in ROWS_OF.items():  # arrived values and residuals make up the sum
         exact = sum(drawn([r, step])[name] for step in range(STEPS) for r in range(len(sizes))) / len(sizes)
         arrived = sum(mean[name] for mean in means)
         rest = torch.tensor([left[name, value] for value in range(rows)])

@@ -1,4 +1,4 @@
-"""Parameters of unlike devices: estimated distances against true ones, and what follows in a real fit."""
+"""Parameters on different devices: estimated distances against true ones, and the reaction in a real fit."""
 
 import math
 import warnings
@@ -70,8 +70,8 @@ def test_parameters_that_are_not_finite_are_far_and_a_device_without_float64_is_
 # -- in a fit ------------------------------------------------------------------------------------------------
 
 
-class Apart(pl.Callback):
-    """Moves a parameter of rank 1 after some steps, as an optimizer that computes otherwise would."""
+class MovesParameter(pl.Callback):
+    """Moves a parameter of rank 1 after some steps, as an optimizer with other rounding would."""
 
     def __init__(self, at: int, by: float) -> None:
         self.at, self.by = at, by
@@ -86,31 +86,31 @@ def _fit(by: float, unlike: bool = True) -> tuple[torch.Tensor, list[str]]:
     if unlike:  # CPUs, as if they were of several kinds
         Topology.backend = lambda self, ranks: None  # type: ignore[method-assign]
     ParameterDriftCheck.EVERY = 5
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        found = fit(Net, batch_size=8, callbacks=[Apart(6, by)], max_steps=12, strategy={"balance": "off"})
-    return found["parameters"], [str(w.message) for w in said if "Parameters differ" in str(w.message)]
+        found = fit(Net, batch_size=8, callbacks=[MovesParameter(6, by)], max_steps=12, strategy={"balance": "off"})
+    return found["parameters"], [str(w.message) for w in caught if "Parameters differ" in str(w.message)]
 
 
 def test_past_the_threshold_all_take_over_the_first_ranks_parameters_with_a_warning() -> None:
-    (first, said), (second, quiet) = run(_fit, 2, 0.01)
+    (first, messages), (second, quiet) = run(_fit, 2, 0.01)
     assert torch.equal(first, second)
-    [warning] = said
+    [warning] = messages
     assert "those of rank 1" in warning
     assert "net.0.weight" in warning
     assert not quiet
 
 
 def test_below_it_nothing_happens() -> None:
-    (first, said), (second, _) = run(_fit, 2, 1e-7)
-    assert not said
+    (first, messages), (second, _) = run(_fit, 2, 1e-7)
+    assert not messages
     assert not torch.equal(first, second)
     torch.testing.assert_close(first, second, rtol=0, atol=1e-5)
 
 
 def test_without_a_difference_it_is_the_fit_of_alike_devices() -> None:
-    (first, said), (second, _) = run(_fit, 2, 0.0)
+    (first, messages), (second, _) = run(_fit, 2, 0.0)
     (alike, _), _ = run(_fit, 2, 0.0, unlike=False)
-    assert not said
+    assert not messages
     assert torch.equal(first, second)
     torch.testing.assert_close(first, alike, rtol=0, atol=1e-12)

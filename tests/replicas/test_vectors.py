@@ -1,4 +1,4 @@
-"""What a replica's flat vectors are asked about."""
+"""Vectors of a replica: a check that all values are finite, and a broadcast."""
 
 from datetime import timedelta
 

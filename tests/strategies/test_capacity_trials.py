@@ -1,4 +1,4 @@
-"""Trials of batches: the memory that they count is the memory by hand, and nothing of them stays."""
+"""Trials of batches: their memory is that by hand, and they leave no changes."""
 
 import random
 from collections import deque
@@ -16,7 +16,7 @@ from lightning_hetero.strategies.options import memory_per_rank
 
 CPU = torch.device("cpu")
 BIG = 20_000  # float64 numbers of a parameter
-STATES = {  # an optimizer, and how many times the parameters' memory its state takes
+STATES = {  # an optimizer, and the memory of its state, relative to that of the parameters
     "sgd": (lambda p: torch.optim.SGD(p, lr=0.1), 0),
     "momentum": (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), 1),
     "adamw": (lambda p: torch.optim.AdamW(p, lr=0.1), 2),
@@ -24,7 +24,7 @@ STATES = {  # an optimizer, and how many times the parameters' memory its state 
 
 
 class Known(nn.Module):
-    """A model with memory that is known: 24 kB per sample at its peak, and four or fewer times its parameters."""
+    """A model of known memory: 24 kB per sample at its peak, and up to four times its parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -103,7 +103,7 @@ def test_amounts_of_memory():
 
 
 class Changing(nn.Module):
-    """Holds all kinds of things that a training step may change."""
+    """Has all kinds of state that a training step may change."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -141,7 +141,7 @@ class Changing(nn.Module):
 
 
 def described(module: Changing, optimizer: torch.optim.Optimizer) -> str:
-    """All that a change would show in."""
+    """Description in which every change is visible."""
     values = {**module.state_dict(keep_vars=True), "other": module.other[0].bias, "x": module.sums["x"]}
     rows = {name: (id(t), t.data_ptr(), t.requires_grad, t.grad, t.tolist()) for name, t in values.items()}
     plain = module.count, module.seen, module.names, repr(module.sums), module.helper, module.training

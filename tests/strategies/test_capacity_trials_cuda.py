@@ -1,4 +1,4 @@
-"""Trials on a CUDA device: memory runs out there, and all that was tried is given back."""
+"""Trials on a CUDA device: memory runs out there, and all memory of the trials is freed."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from lightning_hetero.strategies.capacity import Trials, largest
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 MIB = 2**20
-SIZE = 512 * MIB  # of the device that there is to be
+SIZE = 512 * MIB  # the memory that the device is to have
 
 
 class Wide(nn.Module):
@@ -33,7 +33,7 @@ def small():
 
 
 def search(limit):
-    """The module, and what fits."""
+    """The module, and the number of samples that fit."""
     device = torch.device("cuda", 0)
     module = Wide().to(device)
     trials = Trials(module, [torch.optim.AdamW(module.parameters())], device, limit)

@@ -1,4 +1,4 @@
-"""How many samples are lost with ranks, from what is known of them."""
+"""Number of samples that are lost with ranks, from the known progress of ranks."""
 
 import pytest
 
@@ -27,42 +27,40 @@ def past(monkeypatch: pytest.MonkeyPatch) -> ShareHistory:
     return made_past
 
 
-def standings(*steps: int, met: int = 0) -> list[Progress]:
+def progress(*steps: int, met: int = 0) -> list[Progress]:
     return [Progress(0, 0, 0, step + 1, 0, step, met) for step in steps]
 
 
 def test_what_lost_ranks_have_told(past: ShareHistory) -> None:
-    assert count_lost_samples({5: "", 7: ""}, {5: 60, 7: 99}, standings(99, 40), past, alike=False) == LostSamples(
+    assert count_lost_samples({5: "", 7: ""}, {5: 60, 7: 99}, progress(99, 40), past, alike=False) == LostSamples(
         40 * 3 + 3, AT_MOST
     )
 
 
 def test_a_rank_that_was_ahead_has_lost_nothing(past: ShareHistory) -> None:
-    assert count_lost_samples({3: ""}, {3: 150}, standings(99, 40), past, alike=False) == LostSamples(0, AT_MOST)
+    assert count_lost_samples({3: ""}, {3: 150}, progress(99, 40), past, alike=False) == LostSamples(0, AT_MOST)
 
 
 def test_nothing_is_known_of_one(past: ShareHistory) -> None:
-    """Then it was not behind the slowest one, as far as anybody knows."""
-    assert count_lost_samples({5: "", 7: ""}, {7: 99}, standings(99, 90), past, alike=False) == LostSamples(
+    """Such a rank was not behind the slowest one, as far as is known."""
+    assert count_lost_samples({5: "", 7: ""}, {7: 99}, progress(99, 90), past, alike=False) == LostSamples(
         10 * 3 + 3, AT_LEAST
     )
 
 
 def test_where_all_meet_after_the_same_steps_a_rank_has_done_those(past: ShareHistory) -> None:
-    met = [*standings(96, met=90), *standings(99, met=96)]
+    met = [*progress(96, met=90), *progress(99, met=96)]
     assert count_lost_samples({5: ""}, {5: 60}, met, past, alike=False) == LostSamples(4 * 3, AT_MOST)
     assert count_lost_samples({5: ""}, {}, met, past, alike=False) == LostSamples(4 * 3, AT_MOST)
     assert count_lost_samples({5: ""}, {5: 98}, met, past, alike=False) == LostSamples(2 * 3, AT_MOST)
 
 
 def test_where_all_take_each_step_together_the_number_is_exact(past: ShareHistory) -> None:
-    assert count_lost_samples({5: ""}, {5: 60}, standings(98, 99, met=90), past, alike=True) == LostSamples(
-        2 * 3, EXACT
-    )
+    assert count_lost_samples({5: ""}, {5: 60}, progress(98, 99, met=90), past, alike=True) == LostSamples(2 * 3, EXACT)
 
 
 @pytest.mark.parametrize(
-    ("found", "said"),
+    ("found", "text"),
     [
         (LostSamples(3, EXACT), " 3 samples that it had are not trained on."),
         (LostSamples(3, AT_MOST), " Up to 3 samples that it had are not trained on."),
@@ -72,5 +70,5 @@ def test_where_all_take_each_step_together_the_number_is_exact(past: ShareHistor
         (LostSamples(0, AT_LEAST), " How many samples that it had are not trained on is not known."),
     ],
 )
-def test_in_words(found: LostSamples, said: str) -> None:
-    assert sentence(*found, "that it had") == said
+def test_in_words(found: LostSamples, text: str) -> None:
+    assert sentence(*found, "that it had") == text

@@ -1,4 +1,4 @@
-"""Options take any sequence, and any kind of number; what is kept of them are Python's own."""
+"""Options take any sequence and any kind of number, and keep Python's own types."""
 
 import math
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ from lightning_hetero.callbacks.resumable import ResumableCheckpoint
 
 
 class Items(Sequence):
-    """A sequence of its own kind, as OmegaConf's lists are."""
+    """A sequence of another type, as OmegaConf's lists are."""
 
     def __init__(self, *items: Any) -> None:
         self.items = items
@@ -37,7 +37,7 @@ class Items(Sequence):
 
 
 def kinds(value: Any) -> set[type]:
-    """The types of which a value is made."""
+    """The types of a value and of its parts."""
     return {type(value)} | {kind for one in (value if isinstance(value, list | tuple) else ()) for kind in kinds(one)}
 
 
@@ -56,7 +56,7 @@ def test_an_option_with_one_number_per_rank_takes_any_sequence(name: str, value:
     got = HeteroDDPStrategy(**{name: form(value)}).options
     assert getattr(got, name) == value
     assert kinds(getattr(got, name)) == kinds(value)
-    assert got == HeteroDDPStrategy(**{name: value}).options  # ranks that differ in the form agree
+    assert got == HeteroDDPStrategy(**{name: value}).options  # ranks with values of different types agree
 
 
 def test_a_callback_and_amounts_of_memory_do_too() -> None:

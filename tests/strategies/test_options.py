@@ -1,4 +1,4 @@
-"""Options that cannot work are refused by the constructor, with the option's name and value: one table for all."""
+"""Options that cannot work: the constructor refuses them, with the option's name and value: one table for all."""
 
 import sys
 from datetime import timedelta

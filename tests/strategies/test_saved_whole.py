@@ -11,18 +11,18 @@ from lightning_hetero.strategies import saving
 def _saves(
     monkeypatch: pytest.MonkeyPatch, lost: str, others: list[tuple[int, int]] | None = None
 ) -> tuple[int, tuple[int, int]]:
-    """How many times a rank saves, and what it tells the others.
+    """Number of times that a rank saves, and the value that it sends to the others.
 
     Args:
         monkeypatch: replaces what the ranks gather.
         lost: when this rank learns of a loss: "never", while it "saves", or while ranks "gather".
-        others: what other ranks tell.
+        others: values of other ranks.
     """
     strategy: Any = SimpleNamespace(recovery=SimpleNamespace(view_number=3))
-    saves, told = [], []
+    saves, sent = [], []
 
     def gather(value: tuple[int, int], what: str) -> list[tuple[int, int]]:
-        told.append(value)
+        sent.append(value)
         if lost == "gather":
             strategy.recovery.view_number = 4
         return [value, *(others or [])]
@@ -35,14 +35,14 @@ def _saves(
 
     monkeypatch.setattr(saving, "gather", gather)
     save(strategy)
-    return len(saves), told[0]
+    return len(saves), sent[0]
 
 
 @pytest.mark.parametrize(
     ("when", "times"),
     [
         (("never", "never"), 1),
-        (("never", "gather"), 1),  # the one has the outcome already when the other one's connection breaks
+        (("never", "gather"), 1),  # one rank has the result already when the connection of the other breaks
         (("gather", "gather"), 1),
         (("saves", "saves"), 2),
         (("saves", "gather"), 2),
@@ -52,5 +52,5 @@ def _saves(
 def test_ranks_decide_alike_whenever_they_learn_of_a_loss(
     monkeypatch: pytest.MonkeyPatch, when: tuple[str, str], times: int
 ) -> None:
-    told = [_saves(monkeypatch, one)[1] for one in when]
-    assert [_saves(monkeypatch, one, [other])[0] for one, other in zip(when, told[::-1], strict=True)] == [times] * 2
+    sent = [_saves(monkeypatch, one)[1] for one in when]
+    assert [_saves(monkeypatch, one, [other])[0] for one, other in zip(when, sent[::-1], strict=True)] == [times] * 2

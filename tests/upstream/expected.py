@@ -1,6 +1,6 @@
-"""Lightning's tests that end otherwise with `HeteroDDPStrategy`, and why that is as it should be.
+"""Lightning's tests that end otherwise with `HeteroDDPStrategy`, with the reason for each.
 
-A test that is here and no longer differs fails `make test-upstream`, as does one that differs and is not here.
+`make test-upstream` fails if a test in this list no longer differs, or if one that differs is not in it.
 """
 
 _SPIKE = "callbacks/test_spike.py::test_trainer_spike_detection_integration"
@@ -115,5 +115,5 @@ _BY_REASON_EVERYWHERE: dict[str, tuple[str, ...]] = {
 
 #: The reason, by test.
 EXPECTED = {test: reason for reason, tests in _BY_REASON.items() for test in tests}
-#: Further ones where `ddp` runs on one device, too.
+#: Further tests, if `ddp` runs on one device, too.
 EXPECTED_EVERYWHERE = {test: reason for reason, tests in _BY_REASON_EVERYWHERE.items() for test in tests}

@@ -1,4 +1,4 @@
-"""Outcomes of Lightning's tests, and how those of two sides differ. Knows files and strings only."""
+"""Outcomes of Lightning's tests, and the differences between two sides. Uses files and strings only."""
 
 import json
 from collections import Counter
@@ -9,7 +9,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Result:
-    """How a test ended.
+    """Result of a test.
 
     Attributes:
         outcome: `passed`, `failed`, `skipped`, or `did not end` if its process was killed.
@@ -49,7 +49,7 @@ def differing(stock: Results, ours: Results) -> list[str]:
 
 
 def unexplained(stock: Results, ours: Results, expected: Mapping[str, str]) -> list[str]:
-    """What there is to do, in a line per test.
+    """Differences that need work, in a line per test.
 
     Args:
         stock: results with Lightning's strategy.

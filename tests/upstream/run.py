@@ -32,7 +32,7 @@ FOLDERS = (
     "tuner",
 )
 SECONDS_PER_TEST, SECONDS_PER_RUN = 180, 3600
-#: Tests that ask for GPUs, for which CPUs will do. In the copies they ask for these.
+#: Tests that ask for GPUs, but can run on CPUs. In the copies they ask for CPUs.
 FOR_GPUS = ("strategies/test_model_parallel_integration.py",)
 ON_CPUS = (
     (r"min_cuda_gpus=\d+, skip_windows=True|min_cuda_gpus=\d+|bf16_cuda=True", "skip_windows=True"),
@@ -42,7 +42,7 @@ ON_CPUS = (
 
 
 def main() -> int:
-    """Run, compare, and tell; 1 if there is a difference without a reason."""
+    """Run, compare, and print; 1 if there is a difference without a reason."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("source", type=Path, help="a checkout of Lightning")
     parser.add_argument("folders", nargs="*", default=FOLDERS, help="within its tests/tests_pytorch")
@@ -67,7 +67,7 @@ def main() -> int:
 
 
 def tell(folders: Sequence[str], stock: Results, ours: Results, expected: dict[str, str]) -> int:
-    """Print what was found; the status with which to exit."""
+    """Print the comparison; the status with which to exit."""
     print("\n" + table(folders, stock, ours) + "\n")
     found = [test for test in differing(stock, ours) if test in expected]
     print(f"{len(found)} expected differences (tests/upstream/expected.py)")
@@ -152,14 +152,14 @@ class Runner:
 
 
 def on_cpus(text: str) -> str:
-    """The text of a test that asks for GPUs, asking for CPUs."""
+    """The text of a test that asks for GPUs, changed to ask for CPUs."""
     for pattern, instead in ON_CPUS:
         text = re.sub(pattern, instead, text)
     return text
 
 
 def end_session(process: subprocess.Popen) -> None:
-    """End a process, and what it has left behind."""
+    """End a process, and the processes that it has started."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()

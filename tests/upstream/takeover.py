@@ -1,6 +1,6 @@
 """A pytest plugin (`-p takeover`) under which Lightning's own tests run on `HeteroDDPStrategy`.
 
-`run.py` starts pytest with it and says by environment variables what to do:
+`run.py` starts pytest with it. Environment variables control it:
 
 * `UPSTREAM_SIDE`: `ours` puts `HeteroDDPStrategy` in the place of Lightning's `DDPStrategy`, and under all of the names
   that Lightning has for it; and in the place of `ModelParallelStrategy`, whose default is to split layers over all
@@ -54,7 +54,7 @@ def _take_over() -> None:
 
         @contextmanager
         def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
-            # Theirs makes such models without memory; with ours you do so by torch.device("meta").
+            # Theirs makes such models without memory; with ours torch.device("meta") does so.
             with super().tensor_init_context(), torch.device("meta") if empty_init else nullcontext():
                 yield
 
@@ -87,7 +87,7 @@ def _everywhere() -> None:
 
 
 class _Results:
-    """Writes the outcome of each test as it ends, so that a crash leaves what was known."""
+    """Writes the outcome of each test as it ends, so that earlier ones are known after a crash."""
 
     def __init__(self, path: str) -> None:
         self._path, self._reports, self._made = path, list[pytest.TestReport](), 0
@@ -123,14 +123,14 @@ class _Results:
 
 
 class _Ours:
-    """Keeps the names of tests, and ends what outlives them, as Lightning's tests do with threads of its own."""
+    """Keeps the names of tests, and ends threads and processes that outlive them, as Lightning's tests do."""
 
     def pytest_make_parametrize_id(self, val: Any) -> str | None:
         return "DDPStrategy" if val is strategies.DDPStrategy else None
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         for item in items:
-            if item.nodeid.removeprefix("tests/tests_pytorch/") in EXPECTED:  # no use in trying it again
+            if item.nodeid.removeprefix("tests/tests_pytorch/") in EXPECTED:  # another attempt is useless
                 item.own_markers = [mark for mark in item.own_markers if mark.name != "flaky"]
 
     @pytest.hookimpl(tryfirst=True)
