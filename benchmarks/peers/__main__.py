@@ -6,11 +6,12 @@
     sudo python benchmarks/peers --rates 1gbit --seeds 1 --steps 16 ddp torch_alone hetero_ddp    # a minute
 
 Two nodes of two ranks (`--unequal`: four of one), emulated: network namespaces, shaped links, devices by a delay that
-uses no core. Network, first weights, order of the data, global batch and inner optimizer are the same for all; each
-seed has other weights and another order. Each peer has an environment of its own; one that has none is left out, with
-a line that says how to make it. A run ends after so many steps, or, at the same step on all ranks, after so many
-seconds. Weights are tested after a run, so that takes no time of it: the mean of all ranks' weights after every eighth
-step, and of those that the run leaves. Needs root, Linux and iproute2.
+uses no core. Network, first weights, each rank's part of the text, global batch and inner optimizer are the same for
+all; each seed has other weights and another order of the text, which Lightning shuffles once more. Each peer has an
+environment of its own; one that has none is left out, with a line that says how to make it. A run ends after so many
+steps, or, at the same step on all ranks, after so many seconds. Weights are tested after a run, so that takes no time
+of it: the mean of all ranks' weights after every 16th step, and of those that the run leaves. Needs root, Linux and
+iproute2.
 
 Contenders are NAME or NAME:option=value,option=value: strategies of Lightning and of this package, those of
 `benchmarks/cluster/contenders.py`, and those of the files `*_job.py` beside this one.
