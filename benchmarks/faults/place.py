@@ -2,11 +2,11 @@
 
 import contextlib
 import json
+import mmap
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 #: Windows of text per rank and step at the beginning; the global batch stays what it is then.
 BATCH = 2
@@ -55,8 +55,11 @@ class Place:
 
 def progress(folder: str, number: int) -> Any:
     """Progress of a process: numbers in a file, which stay when it is killed."""
-    path = Path(folder, f"progress{number}")
-    return np.memmap(path, dtype="d", mode="r+" if path.exists() else "w+", shape=(6,))
+    descriptor = os.open(Path(folder, f"progress{number}"), os.O_RDWR | os.O_CREAT)
+    os.ftruncate(descriptor, 6 * 8)
+    numbers = memoryview(mmap.mmap(descriptor, 6 * 8)).cast("d")
+    os.close(descriptor)
+    return numbers
 
 
 def ending(folder: str, number: int) -> Any:
