@@ -69,10 +69,10 @@ _context.set_forkserver_preload(["replica"])
 # The server that processes are forked from finds it there.
 folders = str(BENCHMARKS / "faults"), str(BENCHMARKS / "peers")
 os.environ["PYTHONPATH"] = os.pathsep.join([*folders, os.environ.get("PYTHONPATH", "")])
-#: Options of strategies that have a period: torchft's.
+#: Options of strategies that have a period, which comes first; the outer step takes the mean, as torchft's here.
 PERIOD: dict[str, dict[str, Any]] = {
     "hetero_node": {"every_n_steps": 16},
-    "hetero_diloco": {"tau": 16},
+    "hetero_diloco": {"tau": 16, "outer_lr": 1.0, "outer_momentum": 0.0},
     "hetero_easgd_async": {"tau": 16},
     "hetero_gossip_async": {"every_n_steps": 16},
 }
