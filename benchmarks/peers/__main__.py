@@ -52,7 +52,7 @@ OURS = (
     f"hetero_diloco:tau=16,{NODES},wire=int4,{OFF}",
     f"hetero_diloco:tau=16,{NODES},wire=2bit:decay=0.95,{OFF}",
     f"hetero_diloco:tau=16,{NODES},wire=int4,fragments=2,delay=4,blend=0.5,{OFF}",
-    f"hetero_diloco:tau=4,outer_lr=1.0,outer_momentum=0.0,wire=int4,{OFF}",
+    f"hetero_diloco:tau=16,{NODES},wire=topk:0.05:bits=2:decay=0.95,{OFF}",
     f"hetero_diloco_async:tau=16,{NODES},wire=int4,{OFF}",
     f"hetero_gossip_async:every_n_steps=4,wire=bf16,{OFF}",
     "hetero_auto:every=16,measure=16",
