@@ -14,15 +14,8 @@ from typing_extensions import override
 from lightning_hetero.algorithms.base import Outcome, StepContext
 from lightning_hetero.algorithms.center import CenteredAverager
 from lightning_hetero.algorithms.state import Own, PerReplica
-from lightning_hetero.comm.centers.base import Center
-from lightning_hetero.comm.centers.client import (
-    CenterClient,
-    CenterInColumns,
-    CenterLayout,
-    CenterOptions,
-    layout_of,
-    open_center,
-)
+from lightning_hetero.comm.centers.base import Center, CenterInColumns, CenterLayout
+from lightning_hetero.comm.centers.client import CenterClient, CenterOptions, layout_of, open_center
 from lightning_hetero.comm.columns import Layout
 from lightning_hetero.errors import ConfigurationError, UnsupportedError, not_none
 

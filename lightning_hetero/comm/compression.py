@@ -573,9 +573,6 @@ def refuse_low_bit(wire: str, strategies: str) -> None:
         )
 
 
-__all__ = ["LOW_BIT", "Encoding", "Feedback", "check_wire", "encoding_of", "refuse_low_bit"]
-
-
 def encoded_sum(
     group: dist.ProcessGroup | None, own: Tensor, encoding: Encoding, sent: Tensor, summed: Tensor, pool: BufferPool
 ) -> Tensor:

@@ -229,7 +229,7 @@ class FailureChannel:
         elif what == "message":
             try:
                 self._received(link.peer, message)
-            except (KeyError, TypeError, AttributeError):
+            except (KeyError, TypeError, ValueError, AttributeError):
                 link.transport.end(link)
         elif self._links.get(link.peer) is link:
             del self._links[link.peer]
@@ -267,7 +267,6 @@ _waits: WaitWatchdog | None = None
 _world: object = None  # the process group of all ranks for which it was made
 
 _SOON = 3.0  # seconds in which who waits for a rank that has failed gets an error by itself, if its process ends
-_interrupts_waits = True
 _numbers: Sequence[int] = ()  # by which users know the ranks; their own, if empty
 
 
@@ -401,12 +400,6 @@ def this_rank() -> str:
 # -- who waits for a rank that has failed --------------------------------------------------------------
 
 
-def interrupt_waits(on: bool) -> None:
-    """Whether those who wait get an error when a rank has failed and its process lives on; not where ranks are lost."""
-    global _interrupts_waits
-    _interrupts_waits = on
-
-
 def _failed(failure: Failure) -> None:
     """A rank has failed. Its process may live on, so that connections to it do not break."""
     device_exit.another_failed(lambda: first_failure(0.0))
@@ -416,7 +409,7 @@ def _failed(failure: Failure) -> None:
 
     def wake() -> None:
         time.sleep(_SOON)
-        while _interrupts_waits and first_failure(0.0) is not None:  # until a new run begins
+        while _waits_for_news and first_failure(0.0) is not None:  # until a new run begins
             if any(time.monotonic() - max(since, heard) >= _SOON for since in waits.since()):
                 abort_sockets()
                 return
@@ -431,14 +424,13 @@ _waits_for_news = True
 
 
 def wait_for_news(wait: bool) -> None:
-    """Whether an error waits until it is known which rank failed first. Where lost ranks are survived it need not."""
+    """Whether news of a failed rank counts: an error waits for it, and it ends waits. Not where ranks may be lost."""
     global _waits_for_news
     _waits_for_news = wait
-    interrupt_waits(wait)
 
 
 @contextmanager
-def deadline(what: str, busy: Callable[[], bool] | None = None) -> Iterator[None]:
+def deadline(what: str, busy: Callable[[], bool] = waits.never) -> Iterator[None]:
     """Run a block with collectives, and turn their errors into ours. The process group sets the time limit.
 
     Args:
@@ -451,7 +443,7 @@ def deadline(what: str, busy: Callable[[], bool] | None = None) -> Iterator[None
     """
     began = time.monotonic()
     try:
-        with waits.waiting(what, *filter(None, [busy])):
+        with waits.waiting(what, busy):
             yield
     except RuntimeError as error:
         if isinstance(error, CommunicationError) or not _broken(error):

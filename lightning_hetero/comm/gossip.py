@@ -51,6 +51,7 @@ class PeerSelector:
         self._me, self._limit, self._there = me, limit, there
         self.round_number, self.candidates = ANY, list[int]()
         self._wanted: dict[int, float] = {}  # peers that asked without success, with their round
+        self._random = random.Random()  # the user's own draws do not depend on when others ask
         self._pause, self._at = _FIRST_PAUSE, 0.0
 
     def begin(self, candidates: Sequence[int], round_number: float) -> None:
@@ -77,7 +78,7 @@ class PeerSelector:
         """A peer to ask now; ``None``: no peer can be reached."""
         if not (asked := self._wanting() or self.asked):
             return None
-        peer = random.choice(asked)
+        peer = self._random.choice(asked)
         self.met(peer)
         return peer
 
@@ -89,7 +90,7 @@ class PeerSelector:
         """
         if not self._wanting():
             self._pause = _LONGEST_PAUSE if missed else min(2 * self._pause, _LONGEST_PAUSE)
-            self._at = max(self._at, time.monotonic() + random.uniform(0.5, 1.0) * self._pause)
+            self._at = max(self._at, time.monotonic() + self._random.uniform(0.5, 1.0) * self._pause)
 
     def wants(self, peer: int, round_number: float) -> None:
         """Remember that a peer asked for a round without success."""
@@ -113,14 +114,13 @@ class PeerTransport(ABC):
         like: vectors of the sizes and dtypes to come, on the CPU.
 
     Attributes:
-        misses: of each peer, exchanges with it that failed: it was late, frozen, dead or unreachable.
         outbox: where this peer writes what it offers or sends.
         boxes: the same of the other peers of this host.
         peers: the connections to others.
     """
 
     def __init__(self, me: int, session: Session, interface: str, like: Sequence[Tensor]) -> None:
-        self.me, self.misses, self.outbox = me, Counter[int](), MappedVectors(like)
+        self.me, self.outbox = me, MappedVectors(like)
         self.boxes: dict[int, MappedVectors] = {}
         self._changed = threading.Condition()  # guards what belongs to subclasses
         self.peers = PeerConnections(me, session, interface, self._attend, self._place, self._wake)
@@ -202,7 +202,7 @@ class PairExchange:
             ``None``: the peer has said no.
 
         Raises:
-            GoneOnError: the peer has gone on to a later round.
+            PeerMovedOnError: the peer has gone on to a later round.
             OSError: the exchange broke off, or was too late. It does not count.
             RefusedError: a message came that must not be believed. The exchange does not count.
         """
@@ -241,15 +241,17 @@ class PairExchange:
 
     def _swap(self, channel: VectorChannel, peer: int, numbers: Sequence[float], expected: int) -> tuple[float, int]:
         """Send what lies in the outbox, and fill the inbox; the peer's weight, and the bytes sent."""
-        boxes = self._transport.boxes
+        boxes, until = self._transport.boxes, self._peers.deadline_in()
         near = peer in boxes
         vectors = () if near else self._transport.outbox.vectors
-        theirs, sent = channel.swap(MessageKind.SWAP, numbers, vectors, lambda _: self.inbox, self._peers.deadline_in())
+        theirs, sent = channel.swap(MessageKind.SWAP, numbers, vectors, lambda _: self.inbox, until)
         if theirs.kind != MessageKind.SWAP or len(theirs.numbers) != expected:
             raise RefusedError("uninvited")
         if near:
             for own, value in zip(self.inbox, boxes[peer].vectors, strict=True):
                 own.copy_(value)
+            if time.monotonic() > until:
+                raise TimeoutError("too late")  # perhaps this process was frozen, and the peer has new values there
         return theirs.numbers[1], sent
 
 
@@ -266,10 +268,14 @@ class PairTransport(PeerTransport):
     """Offers values, and exchanges them with one peer at a time; see :class:`PairExchange` for the messages.
 
     A thread asks other peers. Other threads, one per connection, answer the questions of others.
+
+    Attributes:
+        misses: of each peer, exchanges with it that failed: it was late, frozen, dead or unreachable.
     """
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
+        self.misses = Counter[int]()
         self._state, self._with, self._asking = _State.CLOSED, -1, False
         self._agreed = False  # the peer that was asked has said yes
         self._offers = 0  # made so far
@@ -349,12 +355,6 @@ class PairTransport(PeerTransport):
         with self._changed:
             self._paused = False
             self._changed.notify_all()
-
-    @property
-    def is_open(self) -> bool:
-        """Whether something is offered that has not been exchanged."""
-        with self._changed:
-            return self._state is not _State.CLOSED
 
     @override
     def close(self) -> None:
@@ -631,7 +631,6 @@ class PushTransport(PeerTransport):
                 sent = self._push(peer, round_number, weight)
             except (OSError, RefusedError) as error:
                 self.peers.failed(peer, began, error)
-        self.misses[peer] += sent is None
         return sent
 
     def _push(self, peer: int, round_number: int, weight: float) -> int | None:

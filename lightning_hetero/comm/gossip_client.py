@@ -6,7 +6,7 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
@@ -420,27 +420,29 @@ def _connected(kind: type[T], endpoint: Endpoint, links: ReplicaLinks, like: Seq
     """
     token, layout = links.gather(secrets.token_bytes(KEY_BYTES))[0], links.in_columns
     session, mine = Session(token, endpoint.deadline), dict[tuple[int, ...], T]()
-    for number, ranks in enumerate(links.columns):
-        parts = like if layout is None else layout.parts(like, number)
-        mine[ranks] = kind(links.index, session, endpoint.interface, parts)
-    own = {ranks: (one.peers.address, endpoint.host, one.outbox.path) for ranks, one in mine.items()}
-    everyone = links.gather(own)
-    problem = _unreachable([(host, address) for cards in everyone for address, host, _ in cards.values()])
-    for ranks, one in mine.items() if problem is None else ():
-        cards = {peer: everyone[rank][ranks] for peer, rank in enumerate(ranks)}
-        one.peers.know({peer: address for peer, (address, *_) in cards.items()})
-        near = {peer: path for peer, (_, host, path) in cards.items() if host == endpoint.host and peer != links.index}
-        try:
-            one.set_outboxes(near)
-        except HeteroError as error:
-            problem = error
-    problems = links.gather(None if problem is None else str(problem))  # all have opened what they need
-    for one in mine.values():
-        one.outbox.hide()
-    if any(problems):
+    with ExitStack() as opened:
+        for number, ranks in enumerate(links.columns):
+            parts = like if layout is None else layout.parts(like, number)
+            mine[ranks] = kind(links.index, session, endpoint.interface, parts)
+            opened.callback(mine[ranks].close)
+        own = {ranks: (one.peers.address, endpoint.host, one.outbox.path) for ranks, one in mine.items()}
+        everyone = links.gather(own)
+        problem = _unreachable([(host, address) for cards in everyone for address, host, _ in cards.values()])
+        for ranks, one in mine.items() if problem is None else ():
+            cards = {peer: everyone[rank][ranks] for peer, rank in enumerate(ranks)}
+            one.peers.know({peer: address for peer, (address, *_) in cards.items()})
+            paths = {peer: path for peer, (_, host, path) in cards.items() if host == endpoint.host}
+            del paths[links.index]
+            try:
+                one.set_outboxes(paths)
+            except HeteroError as error:
+                problem = error
+        problems = links.gather(None if problem is None else str(problem))  # all have opened what they need
         for one in mine.values():
-            one.close()
-        raise problem or DisagreementError(next(text for text in problems if text))
+            one.outbox.hide()
+        if any(problems):
+            raise problem or DisagreementError(next(text for text in problems if text))
+        opened.pop_all()  # and stays so
     return list(mine.values())
 
 

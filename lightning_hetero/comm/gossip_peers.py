@@ -63,6 +63,7 @@ class PeerLiveness:
         self._ended: set[int] = set()
         self._silent: dict[int, threading.Event] = {}  # set to stop the thread that knocks
         self._slow: set[int] = set()  # late since the latest successful exchange with them
+        self._closed = False
 
     def __contains__(self, peer: object) -> bool:
         with self._lock:
@@ -83,7 +84,7 @@ class PeerLiveness:
     def late(self, peer: int) -> None:
         """A peer did not answer in time."""
         with self._lock:
-            if peer in self._ended or peer in self._silent:
+            if self._closed or peer in self._ended or peer in self._silent:
                 return
             pause = _LONGEST_PING_PAUSE * self._deadline if peer in self._slow else 0.0
             self._slow.add(peer)
@@ -115,6 +116,7 @@ class PeerLiveness:
     def close(self) -> None:
         """Knock no more; idempotent."""
         with self._lock:
+            self._closed = True
             for over in self._silent.values():
                 over.set()
 
@@ -246,6 +248,9 @@ class PeerConnections:
             channel = self._connect(peer)
             with self._lock:
                 self._out[peer] = channel
+            if self._closed or self.liveness.has_ended(peer):  # meanwhile: nobody else would close it
+                self.drop(peer)
+                raise ConnectionRefusedError("the peer has ended")
         return channel
 
     def _connect(self, peer: int) -> VectorChannel:
@@ -377,7 +382,7 @@ class PeerConnections:
             self._count_refused(error)
         finally:
             channel.close()
-        if channel.peer in self._addresses and not self._closed:
+        if channel.received and channel.peer in self._addresses and not self._closed:  # else it was only a knock
             self.liveness.doubt(channel.peer)
 
     def _converse(self, channel: VectorChannel) -> None:

@@ -444,6 +444,3 @@ class GradientWire:
 def _sizes(state: Mapping[str, Any]) -> tuple[Any, ...]:
     means = [[tuple(tensor.shape) for tensor in mean] for mean in state["means"]]
     return state["wire"], state["members"], means
-
-
-__all__ = ["GRADIENT_WIRES", "GradientWire", "check_gradient_wire"]

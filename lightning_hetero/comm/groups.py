@@ -3,7 +3,6 @@
 import atexit
 import gc
 import os
-import queue
 import secrets
 import threading
 import time
@@ -11,7 +10,6 @@ import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -27,7 +25,7 @@ from lightning_hetero.comm.failures import deadline
 from lightning_hetero.comm.shared_memory import ALIGNED, PART, SHARED, SharedBuffers, share_memory, slice_of
 from lightning_hetero.comm.staging import HostStage, as_vector
 from lightning_hetero.comm.stores import clone_store
-from lightning_hetero.comm.threads import THREADS, close_at_exit, keeping_device, record_sockets, serve, value_or_error
+from lightning_hetero.comm.threads import THREADS, Worker, close_at_exit, record_sockets, value_or_error
 from lightning_hetero.errors import UnsupportedError
 
 
@@ -99,7 +97,7 @@ class SharedGroup(dist.ProcessGroup):
             reduce(rows[:, mine], out=result.view(piece.dtype)[mine])
             self._links.meet(_DONE)
             piece.copy_(result.view(piece.dtype))
-        return _Done(tensors)
+        return _done(tensors)
 
     def broadcast(self, tensors: list[Tensor], opts: Any) -> dist.Work:  # type: ignore[override]
         """Give all ranks the tensors of one, in place."""
@@ -113,7 +111,7 @@ class SharedGroup(dist.ProcessGroup):
             if self._rank != opts.rootRank:
                 piece.copy_(there)
             self._links.meet(_FREE)
-        return _Done(tensors)
+        return _done(tensors)
 
     def getBackendName(self) -> str:  # noqa: N802
         """For PyTorch's logs."""
@@ -160,20 +158,25 @@ def _pieces(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
             yield from vector.split(max(ROW // vector.element_size(), 1))
 
 
-class _Done(dist.Work):
-    """Handle of work that is done already, for PyTorch."""
+class _Work(dist.Work):
+    """Handle of work for PyTorch, by the future of its result."""
 
-    def __init__(self, tensors: list[Tensor]) -> None:
+    def __init__(self, future: Future[Any]) -> None:
         super().__init__()
-        self._tensors = tensors
+        self._future = future
 
     def wait(self, timeout: Any = None) -> bool:
+        self._future.wait()
         return True
 
     def get_future(self) -> Future[Any]:
-        future: Future[Any] = Future()
-        future.set_result(self._tensors)
-        return future
+        return self._future
+
+
+def _done(tensors: list[Tensor]) -> _Work:
+    future: Future[Any] = Future()
+    future.set_result(tensors)
+    return _Work(future)
 
 
 Within = Literal["auto", "shm", "gloo"]
@@ -532,17 +535,12 @@ class MixedGroup(dist.ProcessGroup):
         self._leaders = groups.get("mixed, leaders", leaders) if rank in leaders else None
         self._island = groups.get("mixed, island", island, "nccl")
         self._stages: dict[torch.device, HostStage] = {}
-        self._work: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        target = keeping_device(partial(serve, self._work))
-        threading.Thread(target=target, name=f"{THREADS}mixed-group", daemon=True).start()
-        self._end = weakref.finalize(self, self._work.put, None)
-        self._end.atexit = False
-        close_at_exit(self)
+        self._worker = Worker("mixed-group")
         register(self, ranks)
 
     def close(self) -> None:
         """End the thread, once it has done what it was given."""
-        self._end()
+        self._worker.close()
         unregister(self)
 
     # -- as PyTorch calls it ---------------------------------------------------------------------------
@@ -620,20 +618,5 @@ class MixedGroup(dist.ProcessGroup):
                     result = error  # a future with an error of Python's own is a mere value to DDP
                 done.set_result(result)
 
-        self._work.put(work)
+        self._worker.call(work)
         return _Work(done.then(value_or_error))
-
-
-class _Work(dist.Work):
-    """Handle of work on the thread, for PyTorch."""
-
-    def __init__(self, future: Future[Any]) -> None:
-        super().__init__()
-        self._future = future
-
-    def wait(self, timeout: Any = None) -> bool:
-        self._future.wait()
-        return True
-
-    def get_future(self) -> Future[Any]:
-        return self._future

@@ -2,11 +2,9 @@
 
 import contextlib
 import os
-import queue
 import shutil
 import socket
 import tempfile
-import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -21,15 +19,18 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.futures import Future
 
 from lightning_hetero.comm.agreement import gather
-from lightning_hetero.comm.threads import THREADS, abort_too, close_at_exit, serve, value_or_error
+from lightning_hetero.comm.threads import Worker, abort_too, close_at_exit, value_or_error
+from lightning_hetero.errors import not_none
 
-_ALIGNED = 64  # bytes; vectors begin at a cache line
+SHARED = "/dev/shm"
+ALIGNED = 64  # bytes; vectors and rows begin at a cache line
 
 
 class MappedVectors:
     """Vectors in a mapped file, in ``/dev/shm`` where there is one.
 
-    The file loses its name once all processes have opened it (:meth:`hide`). So nothing is left of a job that dies.
+    The file loses its name once all processes have opened it (:meth:`hide`), or with this object if they never do. So
+    nothing is left of a job that dies.
 
     Args:
         like: vectors of the sizes and dtypes to come.
@@ -48,9 +49,10 @@ class MappedVectors:
         sizes = [value.nbytes for value in like]
         starts = [0]
         for size in sizes:
-            starts.append(starts[-1] + -(-size // _ALIGNED) * _ALIGNED)
-        size = max(starts[-1], _ALIGNED)
+            starts.append(starts[-1] + -(-size // ALIGNED) * ALIGNED)
+        size = max(starts[-1], ALIGNED)
         self.path = path or _make(size)
+        self._remove = weakref.finalize(self, Path(self.path).unlink, missing_ok=True) if path is None else None
         if (there := os.stat(self.path).st_size) != size:  # raises if there is none; mapping would make one
             raise ValueError(f"{self.path} has {there} bytes, not {size}")
         memory = torch.from_file(self.path, shared=True, size=size, dtype=torch.uint8)
@@ -58,13 +60,12 @@ class MappedVectors:
         self.vectors = [part.view(value.dtype) for part, value in zip(parts, like, strict=True)]
 
     def hide(self) -> None:
-        """Remove the file's name, once all have opened it: the file then ends with the last process that uses it."""
-        os.unlink(self.path)
+        """Remove the name of a file that was made here, once all have opened it: it ends with the last that uses it."""
+        not_none(self._remove, "a file that was made here")()
 
 
 def _make(size: int) -> str:
-    shared = Path("/dev/shm")
-    file, path = tempfile.mkstemp(prefix="lightning-hetero-", dir=shared if shared.is_dir() else None)
+    file, path = tempfile.mkstemp(prefix="lightning-hetero-", dir=SHARED if os.path.isdir(SHARED) else None)
     try:
         os.posix_fallocate(file, 0, size)  # now rather than a bus error later
     except OSError:
@@ -94,7 +95,6 @@ class LocalLinks:
             abort_too(link)
         self._end = weakref.finalize(self, _end, list(sockets.values()))
         self._end.atexit = False
-        _all.add(self)
 
     def meet(self, sign: bytes) -> None:
         """Wait until all ranks have come to the same point. It orders their reads and writes of shared memory.
@@ -118,22 +118,6 @@ class LocalLinks:
     def close(self) -> None:
         """Close the connections; idempotent."""
         self._end()
-
-    def after_fork(self) -> None:
-        """Leave the connections to the parent, or nobody would notice its end."""
-        for link in self._sockets.values():
-            link.close()
-
-
-_all: weakref.WeakSet[LocalLinks] = weakref.WeakSet()
-
-
-def _after_fork() -> None:
-    for links in _all:
-        links.after_fork()
-
-
-os.register_at_fork(after_in_child=_after_fork)
 
 
 def _end(sockets: Iterable[socket.socket]) -> None:
@@ -160,8 +144,6 @@ def _of(rank: int, limit: float) -> Iterator[None]:
 
 
 T = TypeVar("T")
-SHARED = "/dev/shm"
-ALIGNED = 64  # bytes; rows begin at a cache line
 PART = 0.5  # of the memory that is free for sharing: the most that is taken unasked
 _CONNECTED = 60.0  # seconds in which all others must have connected, unless the user's limit is shorter
 
@@ -202,12 +184,12 @@ def share_memory(group: dist.ProcessGroup, size: int, limit: timedelta, part: fl
     try:
         _meet(rank, ranks, links, group, min(_CONNECTED, limit.total_seconds()))
         made = _on_all(lambda: _made(like, part) if rank == 0 else None, group)
-        path = gather(made and made.path, "the shared memory", group)[0]
         try:
+            path = gather(made and made.path, "the shared memory", group)[0]
             memory = _on_all(lambda: made or MappedVectors(like, path), group)
         finally:
-            if rank == 0:
-                Path(path).unlink()
+            if made is not None:
+                made.hide()
     except BaseException:
         for link in links.values():
             link.close()
@@ -233,19 +215,19 @@ def _made(like: Sequence[torch.Tensor], part: float) -> MappedVectors:
 
 def _meet(rank: int, ranks: int, links: dict[int, socket.socket], group: dist.ProcessGroup, seconds: float) -> None:
     """Connect to each other rank of a group (collective)."""
-    folder = tempfile.mkdtemp(prefix="lightning-hetero-")  # which only this user can enter
-    try:
-        with socket.socket(socket.AF_UNIX) as listener:
+    with contextlib.ExitStack() as opened:
 
-            def listen() -> None:
-                listener.bind(f"{folder}/{rank}")
-                listener.listen(ranks)
+        def listen() -> socket.socket:
+            folder = tempfile.mkdtemp(prefix="lightning-hetero-")  # which only this user can enter
+            opened.callback(shutil.rmtree, folder)
+            listener = opened.enter_context(socket.socket(socket.AF_UNIX))
+            listener.bind(f"{folder}/{rank}")
+            listener.listen(ranks)
+            return listener
 
-            _on_all(listen, group)
-            names = gather(f"{folder}/{rank}", "local sockets", group)
-            _on_all(lambda: _connect(rank, names, listener, links, seconds), group)
-    finally:
-        shutil.rmtree(folder)
+        listener = _on_all(listen, group)
+        names = gather(listener.getsockname(), "local sockets", group)
+        _on_all(lambda: _connect(rank, names, listener, links, seconds), group)
 
 
 def _connect(
@@ -304,10 +286,7 @@ class SharedMean:
         self._links, self._rows, self._result, self._rank = links, rows, result.numpy(), links.rank
         self._free = 0  # the first byte of the rows that no bucket of this backward pass has taken
         self._error: BaseException | None = None
-        self._work: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        threading.Thread(target=serve, args=(self._work,), name=f"{THREADS}shared-mean", daemon=True).start()
-        self._end = weakref.finalize(self, self._work.put, None)
-        self._end.atexit = False
+        self._worker = Worker("shared-mean")
         close_at_exit(self)
 
     def hook(self, group: dist.ProcessGroup, bucket: dist.GradBucket) -> Future[Tensor]:
@@ -320,10 +299,10 @@ class SharedMean:
         gradients, first = bucket.buffer(), bucket.index() == 0
         if gradients.is_sparse:
             if first:
-                self._work.put(self._restart)
+                self._worker.call(self._restart)
             return allreduce_hook(group, bucket)
         done: Future[Any] = Future()
-        self._work.put(lambda: done.set_result(self._outcome(gradients, first)))
+        self._worker.call(lambda: done.set_result(self._outcome(gradients, first)))
         return done.then(value_or_error)
 
     def _restart(self) -> None:
@@ -366,5 +345,5 @@ class SharedMean:
 
     def close(self) -> None:
         """End the thread, and the connections."""
-        self._end()
+        self._worker.close()
         self._links.close()

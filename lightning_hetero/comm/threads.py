@@ -19,6 +19,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
@@ -26,13 +27,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 from torch.futures import Future
-
-
-def serve(work: "queue.SimpleQueue[Any]") -> None:
-    """Call what comes, one after the other, until ``None`` comes; for a thread."""
-    while (task := work.get()) is not None:
-        task()
-        del task
 
 
 def value_or_error(done: Future[Any]) -> Any:
@@ -65,6 +59,36 @@ def keeping_device(function: Callable[[], T]) -> Callable[[], T]:
 
             return on_device
     return function
+
+
+class Worker:
+    """Calls functions on a thread, one after the other. The thread ends with this object, once it has called all.
+
+    Args:
+        name: of the thread, after the one that all threads of this package share.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._work: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
+        target = keeping_device(partial(_serve, self._work))
+        threading.Thread(target=target, name=f"{THREADS}{name}", daemon=True).start()
+        self._end = weakref.finalize(self, self._work.put, None)
+        self._end.atexit = False
+        close_at_exit(self)
+
+    def call(self, function: Callable[[], object]) -> None:
+        """Let the thread call a function, which raises no error, after all others."""
+        self._work.put(function)
+
+    def close(self) -> None:
+        """End the thread, once it has called all; idempotent."""
+        self._end()
+
+
+def _serve(work: "queue.SimpleQueue[Callable[[], object] | None]") -> None:
+    while (function := work.get()) is not None:
+        function()
+        del function
 
 
 class Background(Generic[T]):
@@ -140,8 +164,8 @@ _LINGER = 2.0  # seconds for which a connection that was cut here stays open for
 
 _sockets: set[str] = set()  # of process groups
 _sockets_of_all: set[str] = set()  # of the group of all ranks, and of the store with which they have met
-_others: weakref.WeakSet[socket.socket] = weakref.WeakSet()  # between peers
-_excluded: weakref.WeakSet[socket.socket] = weakref.WeakSet()  # by which ranks agree on what to do after a cut
+_others: weakref.WeakSet[socket.socket] = weakref.WeakSet()  # of our own, to break too
+_excluded: weakref.WeakSet[socket.socket] = weakref.WeakSet()  # by which ranks agree on what to do after that
 _changing = threading.Lock()  # of these
 _open: weakref.WeakSet["Closable"] = weakref.WeakSet()
 _lingering: dict[str, socket.socket] = {}  # that were cut here, by the kernel's names
@@ -184,15 +208,31 @@ def _opened_since(before: set[str]) -> set[str]:
 
 
 def abort_too(connection: socket.socket) -> None:
-    """Let :func:`abort_sockets` break a connection of another kind as well, as long as it exists."""
+    """Let :func:`abort_sockets` break a socket of another kind as well, as long as it exists.
+
+    Child processes close it.
+    """
     with _changing:
         _others.add(connection)
 
 
 def exclude_from_abort(connection: socket.socket) -> None:
-    """Let :func:`abort_sockets` leave a connection alone, also if it was opened while a process group was made."""
+    """Let :func:`abort_sockets` leave a socket alone, also if it was opened while a process group was made.
+
+    Child processes close it.
+    """
     with _changing:
         _excluded.add(connection)
+
+
+def _close_in_child() -> None:
+    """Close the parent's sockets in a child process: else nobody notices the parent's end while the child lives."""
+    for connection in (*_others, *_excluded):
+        if connection.fileno() >= 0:
+            os.close(connection.detach())
+
+
+os.register_at_fork(after_in_child=_close_in_child)
 
 
 def abort_sockets() -> None:

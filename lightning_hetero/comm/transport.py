@@ -10,13 +10,11 @@ import errno
 import hashlib
 import hmac
 import json
-import os
 import secrets
 import selectors
 import socket
 import struct
 import time
-import weakref
 import zlib
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -139,24 +137,20 @@ class Listener:
     Args:
         interface: address to listen on.
         token: secret of the service, without blanks. Only peers may know it.
-        peers: number of peers, all of which may connect at the same moment.
         made: called with each new connection, before anything is read from it.
 
     Attributes:
         address: where peers connect.
         token: the secret.
-        peers: number of peers; it may change.
+        peers: number of peers, all of which may connect at the same moment; to be set.
     """
 
     def __init__(
-        self,
-        interface: str,
-        token: str,
-        peers: int = 0,
-        made: Callable[[socket.socket], None] = lambda connection: None,
+        self, interface: str, token: str, made: Callable[[socket.socket], None] = lambda connection: None
     ) -> None:
-        self.token, self.peers, self._made = token, peers, made
+        self.token, self.peers, self._made = token, 0, made
         self._socket = listening_socket(interface)
+        exclude_from_abort(self._socket)
         self._socket.setblocking(False)
         self.address: HostPort = self._socket.getsockname()[:2]
         self._selector = selectors.DefaultSelector()
@@ -257,14 +251,6 @@ class Listener:
         self._strangers = {}
         self._selector.close()
 
-    def after_fork(self) -> None:
-        """Close the connections in a child process, which would keep them open for as long as it lives."""
-        for connection in (self._socket, *self._strangers):
-            if connection.fileno() >= 0:
-                os.close(connection.detach())
-        self._strangers = {}
-        self._selector.close()
-
 
 _PART = 1 << 16  # bytes that are read at once
 _LINE = 1 << 18  # bytes of a message; the largest names some thousand ranks
@@ -340,17 +326,6 @@ class MessageLink:
         self.transport.forget(self)
 
 
-_transports: "weakref.WeakSet[MessageTransport]" = weakref.WeakSet()
-
-
-def _after_fork() -> None:
-    for transport in list(_transports):
-        transport.after_fork()
-
-
-os.register_at_fork(after_in_child=_after_fork)
-
-
 class MessageTransport:
     """Transport of messages between peers: listens for them, and connects to them.
 
@@ -376,13 +351,13 @@ class MessageTransport:
         self._wakes, self._woken = socket.socketpair()
         for end in (self._wakes, self._woken):
             end.setblocking(False)
+            exclude_from_abort(end)
         self._selector = selectors.DefaultSelector()
         if self._listener is not None:
             self._selector.register(self._listener, selectors.EVENT_READ)
         self._selector.register(self._woken, selectors.EVENT_READ)
         self._links: set[MessageLink] = set()
         self._happened: deque[LinkEvent] = deque()
-        _transports.add(self)
 
     def connect(self, peer: int) -> MessageLink:
         """Begin to connect to a peer. What becomes of it is told by :meth:`poll`."""
@@ -501,9 +476,9 @@ class MessageTransport:
 
     def watch(self, link: MessageLink) -> None:
         """Wait for what a connection can do next."""
+        reads = 0 if link.connecting else selectors.EVENT_READ
         writes = selectors.EVENT_WRITE if link.connecting or link.outgoing else 0
-        events = writes or selectors.EVENT_READ
-        self._selector.modify(link.connection, events if link.connecting else events | selectors.EVENT_READ, link)
+        self._selector.modify(link.connection, reads | writes, link)
 
     def end(self, link: MessageLink, what: str = "closed") -> None:
         """Close a connection, and tell that it has ended."""
@@ -530,15 +505,6 @@ class MessageTransport:
             self._listener.end()
         for one in (self._selector, self._wakes, self._woken):
             one.close()
-
-    def after_fork(self) -> None:
-        """Close the connections in a child process, which would keep them open for as long as it lives."""
-        if self._listener is not None:
-            self._listener.after_fork()
-        for connection in (self._wakes, self._woken, *(link.connection for link in self._links)):
-            if connection.fileno() >= 0:
-                os.close(connection.detach())
-        self._selector.close()
 
 
 def _ending(error: int) -> str:
@@ -583,13 +549,14 @@ class VectorChannel:
 
     Attributes:
         peer: number of the other end.
+        received: number of messages that have come.
     """
 
     def __init__(self, connection: socket.socket, token: bytes, peer: int) -> None:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         abort_too(connection)
         self._connection, self._key, self.peer = connection, token, peer
-        self._sent = self._received = 0  # serial numbers: a message that comes twice is refused
+        self._sent = self.received = 0  # serial numbers, too: a message that comes twice is refused
 
     def begin(self, draws: bool, deadline: float) -> None:
         """Agree on the key.
@@ -654,7 +621,7 @@ class VectorChannel:
         [checksum] = _CHECKSUM.unpack(head[_HEADER.size :])
         if not hmac.compare_digest(key, self._key):
             raise RefusedError("token")
-        if serial != self._received + 1:
+        if serial != self.received + 1:
             raise RefusedError("replayed")
         vectors = tuple(into(kind)) if size else ()
         memories = [_bytes(vector) for vector in vectors]
@@ -667,7 +634,7 @@ class VectorChannel:
             found = zlib.crc32(memory, found)
         if found != checksum:
             raise RefusedError("damaged")
-        self._received = serial
+        self.received = serial
         return VectorMessage(kind, struct.unpack(f"!{count}d", numbers), vectors)
 
     def swap(

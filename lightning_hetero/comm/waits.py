@@ -58,12 +58,13 @@ _waits: dict[int, list[Wait]] = {}  # of each thread, the innermost last
 _batch: Callable[[], str] = str  # which batch is processed, in words
 
 
-def _never() -> bool:
+def never() -> bool:
+    """Whether a thread still works that only waits."""
     return False
 
 
 @contextmanager
-def waiting(what: str, busy: Callable[[], bool] = _never) -> Iterator[None]:
+def waiting(what: str, busy: Callable[[], bool] = never) -> Iterator[None]:
     """In this block the thread waits for other ranks.
 
     Args:

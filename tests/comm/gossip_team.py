@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from test_gossip_channel import HEADER
 
-from lightning_hetero.comm.gossip import ANY, PairTransport
+from lightning_hetero.comm.gossip import ANY, PairTransport, _State
 from lightning_hetero.comm.gossip_peers import PeerConnections, Session
 from lightning_hetero.comm.transport import connect
 
@@ -104,6 +104,11 @@ class Member:
         self.x, self.weight, self.met = torch.zeros(size, dtype=torch.float64), weight, 0
         self.pairing = PairTransport(index, Session(token, limit), interface, [self.x])
         self.path = self.pairing.outbox.path
+
+    @property
+    def is_open(self) -> bool:
+        """Whether something is offered that has not been exchanged."""
+        return self.pairing._state is not _State.CLOSED
 
     def offer(self, whom: Sequence[int], turn: float = ANY) -> None:
         self.own = self.x.clone()

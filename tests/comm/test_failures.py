@@ -12,6 +12,7 @@ import pytest
 
 from lightning_hetero.comm import failures
 from lightning_hetero.comm.failures import Failure, FailureChannel
+from lightning_hetero.comm.waits import WaitWatchdog
 
 LONG = 20.0  # seconds for what takes no time on a machine that is not busy
 
@@ -143,3 +144,10 @@ def test_ranks_are_named_by_their_first_numbers_after_others_were_lost(monkeypat
         monkeypatch.setattr(failures, "_numbers", ())
         assert str(failures.first_failure(LONG)) == "rank 1 failed with ValueError"
         assert failures.this_rank() == "rank 0 of 2"
+
+
+def test_a_message_without_sense_ends_the_connection_of_the_rank_that_has_sent_it() -> None:
+    with ranks(3) as everyone:
+        everyone[0]._heard = WaitWatchdog(0, 3, int, 30.0).heard
+        everyone[1].tell(to=0, about="place", place=[])
+        assert [named(everyone[rank]) for rank in (0, 2)] == [(1, "gone")] * 2

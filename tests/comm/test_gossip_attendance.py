@@ -3,12 +3,14 @@
 import socket
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 
 import pytest
-from gossip_team import team
+from gossip_team import meet, team
 
 from lightning_hetero.comm.gossip_peers import PeerLiveness
+from lightning_hetero.comm.transport import VectorChannel
 
 
 class FakePeer:
@@ -85,6 +87,48 @@ def test_a_peer_that_has_ended_stays_so_and_nobody_knocks_after_the_end() -> Non
     while any(t.name == "hetero-gossip-knocker" for t in threading.enumerate()) and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not any(t.name == "hetero-gossip-knocker" for t in threading.enumerate())
+
+
+def test_nobody_knocks_at_a_peer_that_is_found_to_be_late_after_the_end() -> None:
+    attendance = PeerLiveness(Door(), 0.02, lambda: None)
+    attendance.close()
+    attendance.late(3)
+    assert not any(t.name == "hetero-gossip-knocker" for t in threading.enumerate())
+
+
+def test_a_connection_that_ends_brings_one_knock_and_a_knock_brings_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    knocks = list[int]()
+    with team([1, 1]) as (one, other):
+        assert meet(one, other) == (True, True)
+        for member in (one, other):
+            liveness = member.pairing.peers.liveness
+
+            def ping(peer: int, knock: Callable[[int], None] = liveness._ping) -> None:
+                knocks.append(peer)
+                knock(peer)
+
+            monkeypatch.setattr(liveness, "_ping", ping)
+        one.pairing.peers.drop(1)
+        other.pairing.peers.drop(0)
+        time.sleep(0.5)
+        assert 1 <= len(knocks) <= 2  # one for each connection that there was
+
+
+@pytest.mark.parametrize("end", ["lose", "close"])
+def test_a_connection_that_is_made_while_its_peer_is_lost_is_closed(end: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with team([1, 1]) as (one, _):
+        peers = one.pairing.peers
+        connect = peers._connect
+
+        def late(peer: int) -> VectorChannel:
+            channel = connect(peer)
+            peers.lose(peer) if end == "lose" else peers.close()
+            return channel
+
+        monkeypatch.setattr(peers, "_connect", late)
+        with pytest.raises(ConnectionRefusedError):
+            peers.channel(1)
+        assert not peers._out
 
 
 @pytest.mark.clock

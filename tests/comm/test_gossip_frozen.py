@@ -14,6 +14,7 @@ from test_gossip_cuts import LIMIT, Once
 
 from lightning_hetero.comm import threads
 from lightning_hetero.comm.gossip import ANY
+from lightning_hetero.comm.shared_memory import MappedVectors
 
 pytestmark = pytest.mark.clock
 
@@ -64,6 +65,62 @@ def test_the_peer_that_is_asked_freezes_before_a_message(name: str) -> None:
     finally:
         process.kill()
         process.join()
+
+
+class Freezes:
+    """Memory of a peer; this process freezes when it is about to read it."""
+
+    def __init__(self, box: MappedVectors) -> None:
+        self._box = box
+
+    @property
+    def vectors(self) -> list[torch.Tensor]:
+        os.kill(os.getpid(), signal.SIGSTOP)
+        time.sleep(0.1)  # until then it has stopped
+        return self._box.vectors
+
+
+def _reads(end: Any) -> None:
+    """In a process of its own: offers, freezes when it reads what the other one offers, and says what came of it."""
+    member = Member(1, 1.0, LIMIT)
+    end.send((member.pairing.peers.address, member.path))
+    member.pairing.set_outboxes({0: end.recv()})
+    member.pairing.boxes[0] = Freezes(member.pairing.boxes[0])  # type: ignore[assignment]
+    member.pairing.outbox.hide()
+    member.x[:] = 8.0
+    member.offer([])
+    end.send("ready")
+    end.recv()
+    end.send((member.take(2.0), member.x.tolist()))
+    member.pairing.close()
+
+
+def test_the_peer_that_is_asked_freezes_while_it_reads_the_memory_of_the_other() -> None:
+    # COMMIT is in its socket when it thaws, and other values in the memory.
+    ours, theirs = ranks._context.Pipe()
+    process = ranks._context.Process(target=_reads, args=(theirs,))
+    process.start()
+    one = Member(0, 1.0, LIMIT)
+    try:
+        address, path = ours.recv()
+        one.pairing.peers.know({1: address})
+        one.pairing.set_outboxes({1: path})
+        ours.send(one.path)
+        assert ours.recv() == "ready"
+        one.offer([1], ANY)
+        time.sleep(3.2 * LIMIT)
+        counted = one.take(0)
+        one.pairing.outbox.vectors[0].fill_(1000.0)  # its next offer
+        os.kill(process.pid, signal.SIGCONT)
+        time.sleep(0.5)
+        ours.send("now")
+        assert ours.poll(20)
+        assert ours.recv() == (counted, [8.0] * 3) == (False, [8.0] * 3)
+    finally:
+        process.kill()
+        process.join()
+        one.pairing.outbox.hide()
+        one.pairing.close()
 
 
 @pytest.mark.parametrize("end", ["lost", "cut"])

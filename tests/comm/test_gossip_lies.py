@@ -82,7 +82,7 @@ def test_port_scanners_and_strangers() -> None:
         while not stranger.pairing.misses and time.monotonic() < deadline:
             time.sleep(0.05)
         assert not stranger.take(0)
-        assert one.pairing.is_open
+        assert one.is_open
         assert not one.pairing.peers.refused  # nothing that they sent was taken for a message
         other.offer([0])
         assert one.take(5)

@@ -1,10 +1,12 @@
 """Both peers of a pair count an exchange, or neither: threads in one process, with faults of all kinds between them."""
 
+import gc
 import os
 import random
 import socket
 import threading
 import time
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 from pathlib import Path
@@ -14,10 +16,13 @@ import psutil
 import pytest
 import torch
 from gossip_team import Member, Proxy, meet, team, total
+from leftovers import nothing_left_in_memory
 
 from lightning_hetero.algorithms.topologies import random_matching
 from lightning_hetero.comm.gossip import ANY
+from lightning_hetero.comm.gossip_client import Endpoint, pair_client
 from lightning_hetero.comm.topology import interface_towards
+from lightning_hetero.comm.transport import listen_within
 from lightning_hetero.errors import CommunicationError
 
 # -- a pair --------------------------------------------------------------------------------------------------
@@ -72,8 +77,8 @@ def test_only_the_same_round_will_do() -> None:
         one.offer([1], 3)
         other.offer([0], 4)
         assert one.pairing.result(5) is None
-        assert not one.pairing.is_open  # the other has gone on: nobody waits for it
-        assert other.pairing.is_open
+        assert not one.is_open  # the other has gone on: nobody waits for it
+        assert other.is_open
         assert not one.take(0)
         one.offer([1], 4)
         assert one.take(5)
@@ -88,7 +93,7 @@ def test_a_peer_that_has_gone_on_is_not_waited_for() -> None:
         began = time.monotonic()
         assert other.pairing.result(10) is None
         assert time.monotonic() - began < 5
-        assert not other.pairing.is_open
+        assert not other.is_open
 
 
 def test_a_late_question_of_an_offer_says_nothing_of_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,9 +186,18 @@ def test_three_peers_that_ask_each_other_in_a_circle_over_a_slow_link() -> None:
         for member in members:
             member.offer([i for i in range(3) if i != member.pairing.me])
         deadline = time.monotonic() + 20
-        while (left := sum(member.pairing.is_open for member in members)) != 1 and time.monotonic() < deadline:
+        while (left := sum(member.is_open for member in members)) != 1 and time.monotonic() < deadline:
             time.sleep(0.01)
         assert left == 1
+
+
+def test_the_random_numbers_of_the_user_do_not_depend_on_whom_it_asks() -> None:
+    state = random.getstate()
+    with team([1, 1, 1]) as (one, other, _):
+        assert meet(one, other, ANY) == (True, True)
+        other.offer([0, 2])
+        assert other.pairing.result(0.3) is None  # refused, again and again
+    assert random.getstate() == state
 
 
 def test_pausing() -> None:
@@ -267,6 +281,44 @@ def left() -> tuple[set[str], int, int]:
     threads = {t.name for t in threading.enumerate() if t.name.startswith("hetero-gossip")}
     mapped = [path for path in Path("/dev/shm").glob("lightning-hetero-*") if path.stat().st_uid == os.getuid()]
     return threads, len(psutil.Process().net_connections("tcp")), len(mapped)
+
+
+class LostLinks:
+    """Links of a replica; the other one is lost when all are to say where they listen."""
+
+    index, columns, in_columns = 0, [(0, 1)], None
+
+    def __init__(self) -> None:
+        self.gathered = 0
+
+    def gather(self, value: Any) -> list[Any]:
+        self.gathered += 1
+        if self.gathered > 1:
+            raise CommunicationError("rank 1 has ended")
+        return [value, value]
+
+
+def test_nothing_is_left_of_peers_that_were_lost_while_they_met() -> None:
+    links: Any = LostLinks()
+    with nothing_left_in_memory():
+        with pytest.raises(CommunicationError, match="rank 1 has ended"):
+            pair_client(Endpoint("127.0.0.1", "here", 5.0), links, [torch.zeros(3)], "fp32", Counter(), Counter())
+        deadline = time.monotonic() + 10
+        while left()[0] and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert left()[0] == set()
+        gc.collect()
+
+
+def test_nothing_is_left_where_no_port_is_free() -> None:
+    with nothing_left_in_memory(), socket.create_server(("127.0.0.1", 0)) as taken:
+        listen_within([taken.getsockname()[1]])
+        try:
+            with pytest.raises(CommunicationError, match="are taken"):
+                Member(0, 1.0, 5.0)
+        finally:
+            listen_within(())
+        gc.collect()
 
 
 @pytest.mark.clock  # others may have files for a moment

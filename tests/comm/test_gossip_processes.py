@@ -64,16 +64,18 @@ def pushed(end: Any, index: int, interface: str) -> None:
     giver.pushing.set_outboxes(paths)
     end.send(None)
     end.recv()
-    met, turn, words = dict.fromkeys(range(COUNT), 0), 0, ""
+    met, missed, turn, words = dict.fromkeys(range(COUNT), 0), dict.fromkeys(range(COUNT), 0), 0, ""
     others = [i for i in range(COUNT) if i != index]
     while words != "stop":
         turn += 1
         peer = others[turn % len(others)]  # in turn: random draws could all be the dead one
-        met[peer] += giver.give([peer], turn) == [True]
+        [gone] = giver.give([peer], turn)
+        met[peer] += gone
+        missed[peer] += not gone
         giver.get(10**9, [], 0)
         words = end.recv() if end.poll(0.005) else ""
         if words:
-            end.send((met, dict(giver.pushing.misses), [*giver.x.tolist(), giver.w]))
+            end.send((met, missed, [*giver.x.tolist(), giver.w]))
     end.recv()
     giver.get(10**9, [], 0)
     end.send([*giver.x.tolist(), giver.w])

@@ -157,7 +157,6 @@ def push_in(act: Judge, boxes: bool = False) -> tuple[bool, int, list[float], An
         came = len(two.pushing.waiting())
         off = [a - b for a, b in zip(sums([one, two]), before, strict=True)]
         refused = one.pushing.peers.refused + two.pushing.peers.refused
-        assert one.pushing.misses[1] == (not gone)
         assert any(one.give([1], 2) == [True] for _ in range(20))  # the first may find the connection closed
         two.get(2, [0], 5)
         assert [a - b for a, b in zip(sums([one, two]), before, strict=True)] == off

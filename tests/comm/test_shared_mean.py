@@ -143,23 +143,27 @@ def test_nobody_waits_for_a_rank_that_is_lost(how: str, words: str, tmp_path: Pa
     _nothing_left(tmp_path / "noted")
 
 
-def _no_room() -> str:
+def _no_room(maker: str) -> str:
     dist.init_process_group("gloo")
     _note_names()
     if dist.get_rank() == 1:
-        shared_memory.MappedVectors = _refuse  # type: ignore[attr-defined]
+        setattr(*MAKERS[maker], _refuse)
     with pytest.raises(OSError, match="rank 1: no room") as raised:
         SharedMean(*shared_memory.share_memory(dist.group.WORLD, 100, timedelta(seconds=60)))
     assert threading.active_count() == 1
     return str(raised.value)
 
 
-def _refuse(*_: Any) -> None:
+def _refuse(*_: Any, **__: Any) -> None:
     raise OSError("no room")
 
 
-def test_all_learn_that_one_cannot_take_part(tmp_path: Path) -> None:
-    assert len(set(run(_no_room, 2, env={"TESTS_NOTED": str(tmp_path / "noted")}))) == 1
+MAKERS = {"memory": (shared_memory, "MappedVectors"), "folder": (tempfile, "mkdtemp")}
+
+
+@pytest.mark.parametrize("maker", MAKERS)
+def test_all_learn_that_one_cannot_take_part(maker: str, tmp_path: Path) -> None:
+    assert len(set(run(_no_room, 2, maker, env={"TESTS_NOTED": str(tmp_path / "noted")}))) == 1
     _nothing_left(tmp_path / "noted")
 
 
@@ -182,3 +186,12 @@ def test_what_is_not_used_any_more_is_given_back() -> None:
     for first, last in run(_many, 2):
         assert last[0] <= first[0] + 1  # descriptors
         assert last[1] == first[1] == 1  # threads
+
+
+def test_a_file_that_was_not_hidden_ends_with_its_object() -> None:
+    memory = shared_memory.MappedVectors([torch.zeros(3)])
+    path, other = Path(memory.path), shared_memory.MappedVectors([torch.zeros(3)], memory.path)
+    del other
+    assert path.exists()
+    del memory
+    assert not path.exists()

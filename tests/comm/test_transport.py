@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 from lightning_hetero.comm import transport
+from lightning_hetero.comm.threads import exclude_from_abort
 from lightning_hetero.comm.transport import (
     GREETING,
     STRANGERS,
@@ -28,7 +29,8 @@ TOKEN = "0123456789abcdef"
 
 @pytest.fixture
 def listener() -> Iterator[Listener]:
-    listener = Listener("127.0.0.1", TOKEN, peers=2)
+    listener = Listener("127.0.0.1", TOKEN, made=exclude_from_abort)
+    listener.peers = 2
     yield listener
     listener.end()
 
@@ -128,19 +130,25 @@ def test_closing_it_wakes_up_who_waits_and_refuses_connections(listener: Listene
         connect(listener.address, TOKEN, 1, 5.0)
 
 
-def _forked(listener: Listener) -> None:
-    listener.after_fork()
-
-
 def test_a_child_process_keeps_nothing_open(listener: Listener) -> None:
     """Otherwise a rank that has ended could be reached for as long as a worker of its dataloader lives."""
-    child = multiprocessing.get_context("fork").Process(target=_forked, args=(listener,))
-    child.start()
-    child.join(20.0)
-    assert child.exitcode == 0
-    with connect(listener.address, TOKEN, 1, 5.0):  # the listener of this process goes on
-        [caller] = listener.accept(5.0)
-        caller.connection.close()
+    child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60.0,), daemon=True)
+    with socket.create_connection(listener.address) as stranger:
+        assert listener.accept(0.1) == []
+        child.start()
+        with connect(listener.address, TOKEN, 1, 5.0):  # here it goes on
+            [caller] = listener.accept(5.0)
+            caller.connection.close()
+        for connection in (
+            *listener._strangers,
+            listener._socket,
+        ):  # as the kernel closes them where a process is killed
+            os.close(connection.detach())
+        assert until_closed(stranger) == b""
+        with pytest.raises(ConnectionRefusedError):
+            connect(listener.address, TOKEN, 1, 5.0)
+    child.kill()
+    child.join()
 
 
 @pytest.mark.parametrize("busy", [False, True])

@@ -107,6 +107,39 @@ def test_a_rank_that_does_not_come_is_named(wakeup: Wakeup) -> None:
     client.close()
 
 
+def test_fast_clients_keep_nobody_waiting(wakeup: Wakeup) -> None:
+    clients = {rank: WakeupClient(wakeup.address, rank, 5.0) for rank in (1, 2, 3)}
+    wakeup.accept_clients(clients, 5.0)
+    for client in clients.values():
+        client.announce()
+    served = []
+    for _ in range(6):
+        rank = wakeup.wait(seconds=5.0)
+        served.append(rank)
+        clients[rank].announce()  # before the next one is served
+    assert served == [*served[:3]] * 2
+    assert sorted(served[:3]) == [1, 2, 3]
+    for client in clients.values():
+        client.close()
+
+
+def test_a_host_can_be_interrupted_until_it_is_known_why_it_has_ended(wakeup: Wakeup) -> None:
+    client = WakeupClient(wakeup.address, 1, 5.0)
+    wakeup.accept_clients([1], 5.0)
+    limit = timedelta(seconds=5)
+    center = ThreadCenter(CenterLayout(0, 2, (0, 1), 0, limit), Groups(limit, "test"), HERE)
+    center._wakeup, center._wires = wakeup, {1: []}
+    server = threading.Thread(target=center._serve)
+    server.start()
+    time.sleep(0.2)  # it waits now
+    with center._changed:  # as in a push-pull of the host's own
+        client.close()
+        time.sleep(0.2)
+        wakeup.interrupt()
+    server.join(5.0)
+    assert "rank 1 has ended" in str(center._error)
+
+
 @pytest.mark.usefixtures("many_open_files")
 def test_it_is_heard_in_a_process_with_many_open_files() -> None:
     wakeup = Wakeup(HERE)

@@ -10,14 +10,7 @@ from torch import Tensor
 
 from lightning_hetero.comm.agreement import raise_on_all
 from lightning_hetero.comm.all_reduce import ReplicaLinks
-from lightning_hetero.comm.centers.base import (
-    Center,
-    CenterInColumns,
-    CenterLayout,
-    CenterPart,
-    PushPull,
-    RoundRule,
-)
+from lightning_hetero.comm.centers.base import Center, CenterLayout, CenterPart, PushPull, RoundRule
 from lightning_hetero.comm.centers.mpi import MPICenter, mpi_missing
 from lightning_hetero.comm.centers.shared import SharedCenter
 from lightning_hetero.comm.centers.thread import ThreadCenter
@@ -27,20 +20,6 @@ from lightning_hetero.comm.retry import collective
 from lightning_hetero.comm.threads import Background
 from lightning_hetero.comm.topology import Topology, group_of
 from lightning_hetero.errors import UnsupportedError
-
-__all__ = [
-    "Center",
-    "CenterInColumns",
-    "CenterLayout",
-    "CenterOptions",
-    "CenterPart",
-    "Home",
-    "MPICenter",
-    "PushPull",
-    "SharedCenter",
-    "ThreadCenter",
-    "open_center",
-]
 
 Home = Literal["auto", "shared_memory", "thread", "mpi"]
 

@@ -60,8 +60,6 @@ class MPICenter(Center):
 
     @override
     def push_pull(self, values: Sequence[Tensor], push: float, part: int = 0, turn: int = 0) -> PushPull:
-        from mpi4py import MPI
-
         self._fetch(self._center)
         square = subtract_center(values, self._center)
         if math.isfinite(square):
@@ -70,22 +68,22 @@ class MPICenter(Center):
         own = torch.zeros_like(self._table)
         own[self.layout.replica] = 1
         self._add(own, 0)
-        self._get(self._table, 0, MPI.NO_OP)
+        self._get(self._table, 0)
         sent = 0 if self.layout.rank == self.layout.host else sum(v.nbytes for v in values)
         return PushPull(square, [int(count) for count in self._table], sent)
 
     def _fetch(self, out: Sequence[Tensor]) -> None:
+        for start, part in zip(self._starts[1:], out, strict=True):
+            self._get(part, start)
+
+    def _get(self, out: Tensor, start: int) -> None:
         from mpi4py import MPI
 
-        for start, part in zip(self._starts[1:], out, strict=True):
-            self._get(part, start, MPI.NO_OP)
-
-    def _get(self, out: Tensor, start: int, operation: "MPI.Op") -> None:
         assert self._window is not None
         for first in range(0, out.numel(), _PART):
             part = out[first : first + _PART].numpy()
             place = start + first * part.itemsize, part.size, _type(part)
-            self._wait(self._window.Rget_accumulate(part, part, self.layout.host, place, operation))
+            self._wait(self._window.Rget_accumulate(part, part, self.layout.host, place, MPI.NO_OP))
 
     def _add(self, values: Tensor, start: int) -> None:
         from mpi4py import MPI
@@ -109,11 +107,9 @@ class MPICenter(Center):
 
     @override
     def read(self, out: Sequence[Tensor] | None = None) -> tuple[list[Tensor], list[int]]:
-        from mpi4py import MPI
-
         values = [torch.empty_like(value) for value in self._center] if out is None else list(out)
         self._fetch(values)
-        self._get(self._table, 0, MPI.NO_OP)
+        self._get(self._table, 0)
         return values, [int(count) for count in self._table]
 
     @override

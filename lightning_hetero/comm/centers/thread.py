@@ -314,23 +314,23 @@ class Wakeup:
             seconds: longest wait. Default: no limit.
 
         Returns:
-            The rank of a client that has announced a request; ``None``: there is none yet, because the time is up, or
-            :meth:`interrupt` or :meth:`end` has ended the wait.
+            The rank of a client that has announced a request; of several, the one that was returned longest ago.
+            ``None``: there is none yet, because the time is up, or :meth:`interrupt` or :meth:`end` has ended the wait.
 
         Raises:
             ConnectionError: a client has ended.
         """
         there = self._clients if ranks is None else {rank: self._clients[rank] for rank in ranks}
-        sockets = {connection: rank for rank, connection in there.items()}
-        ready = _ready([self._end_read, *sockets], seconds)
+        ready = _ready([self._end_read, *there.values()], seconds)
         if self._end_read in ready:
             self._end_read.recv(1)
             return None
         if not ready:
             return None
-        rank = sockets[ready[0]]
-        if not ready[0].recv(1):
+        rank = next(rank for rank, connection in there.items() if connection in ready)
+        if not there[rank].recv(1):
             raise ConnectionError(f"rank {rank} has ended")
+        self._clients[rank] = self._clients.pop(rank)  # the last one now: fast ones keep nobody waiting
         return rank
 
     def remove(self, rank: int) -> None:
@@ -410,7 +410,7 @@ class _Unanswered(NamedTuple):
 
 
 class ThreadCenter(Center):
-    """A center in a thread of its host. It serves clients in the order in which they come.
+    """A center in a thread of its host. Of the clients that wait it serves the one that was served longest ago.
 
     In a push-pull a few numbers and the values travel in each direction.
 
@@ -641,7 +641,7 @@ class ThreadCenter(Center):
         differences = [[torch.empty_like(value) for value in center] for center in centers]
         present, wakeup = set(wires), self._wakeup
         assert wakeup is not None
-        with self._noting_errors(), closing(wakeup):
+        with closing(wakeup), self._noting_errors():
             while present:
                 rank = wakeup.wait(self._expected(), self._answer_rounds(differences))
                 if self._closed:
