@@ -90,7 +90,7 @@ def test_a_peer_that_has_ended_stays_so_and_nobody_knocks_after_the_end() -> Non
 
 
 def test_nobody_knocks_at_a_peer_that_is_found_to_be_late_after_the_end() -> None:
-    attendance = PeerLiveness(Door(), 0.02, lambda: None)
+    attendance = PeerLiveness(FakePeer(), 0.02, lambda: None)
     attendance.close()
     attendance.late(3)
     assert not any(t.name == "hetero-gossip-knocker" for t in threading.enumerate())
