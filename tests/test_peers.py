@@ -214,3 +214,12 @@ def test_without_a_seed_nothing_is_paired() -> None:
     runs = [run_of("ddp", 1.0, 20), run_of("fast", 0.25, 20), run_of("fast", 0.5, 20)]
     cells = {column.header: list(column.cells) for column in outcome.table(runs, "ddp", outcome.Goal(2.5, 8)).columns}
     assert cells["times as fast as ddp"] == ["1.00", ""]
+
+
+def test_an_option_that_nobody_reads_is_found() -> None:
+    import plain
+
+    options = plain.Options("every=16,evry=8")
+    assert options.get("every") == "16"
+    assert options.get("fragments", 2) == 2
+    assert options.unread == {"evry"}

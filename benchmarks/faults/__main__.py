@@ -31,6 +31,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from inspect import signature
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -46,6 +47,8 @@ import systems
 from jobs import machine
 from place import FIRST, GRACE, LATEST, PAUSE, RANK, SAMPLES, TIMEOUT, Place, ending, progress
 from replica import worker
+
+from lightning_hetero.strategies.table import ENTRIES
 
 #: Each with its own node: one node alone, the two halves apart, every link at a hundredth of its rate.
 LINK_FAULTS = ("alone", "halves", "slow link")
@@ -69,14 +72,19 @@ _context.set_forkserver_preload(["replica"])
 # The server that processes are forked from finds it there.
 folders = str(BENCHMARKS / "faults"), str(BENCHMARKS / "peers")
 os.environ["PYTHONPATH"] = os.pathsep.join([*folders, os.environ.get("PYTHONPATH", "")])
-#: Options of strategies that have a period, which comes first; the outer step takes the mean, as torchft's here.
-PERIOD: dict[str, dict[str, Any]] = {
-    "hetero_node": {"every_n_steps": 16},
-    "hetero_diloco": {"tau": 16, "outer_lr": 1.0, "outer_momentum": 0.0},
-    "hetero_easgd_async": {"tau": 16},
-    "hetero_gossip_async": {"every_n_steps": 16},
-}
+#: Options for the steps between two exchanges; the first that a strategy has is set to torchft's.
+PERIODS, EVERY = ("tau", "every_n_steps", "global_every"), 16
 TORCHFT_FAULTS = ("killed", "frozen", "error")  # by an error torchft's processes end without a word
+
+
+def options_of(strategy: str) -> dict[str, Any]:
+    """Options of a strategy: its period, which comes first, and an outer step that takes the mean."""
+    classes = {entry.name: entry.strategy for entry in ENTRIES}
+    known = signature(classes[strategy]).parameters if strategy in classes else {}
+    options = {name: EVERY for name in PERIODS if name in known}
+    if "outer_lr" in known:
+        options |= {"outer_lr": 1.0, "outer_momentum": 0.0}
+    return options
 
 
 @dataclass
@@ -250,7 +258,7 @@ class Fit:
             joins=options.restart is not None,
             variables=variables,
             space=links.space(slot) if links else None,
-            options=PERIOD.get(self.strategy, {}),
+            options=options_of(self.strategy),
         )
         self.ranks.append(Rank(number, slot, self._process(place), seen, begins, time.monotonic()))
 

@@ -69,6 +69,7 @@ UNEQUAL = (
     "hetero_ddp",
     "hetero_daso:warmup=0,cooldown=0,patience=1000,wire=bf16,global_every=4,wait=auto",
     "hetero_diloco:tau=16,outer_lr=1.0,outer_momentum=0.0,wire=int4",
+    "hetero_diloco_async:tau=16,outer_lr=1.0,outer_momentum=0.0,wire=int4",
     "hetero_easgd_async:tau=16,moving_rate=auto",
     "hetero_auto:every=16,measure=16",
 )
@@ -92,10 +93,10 @@ def main() -> None:
     parser.add_argument(
         "--rates", nargs="+", type=rate_of_link, help="of each node's link; without: 20mbit 200mbit 1gbit"
     )
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, help="of each run, at most; without: 576")
+    parser.add_argument("--seeds", type=positive, default=3)
+    parser.add_argument("--steps", type=positive, help="of each run, at most; without: 576")
     parser.add_argument("--limit", type=float, default=90.0, help="seconds of each run")
-    parser.add_argument("--batch", type=int, help="samples per rank and step; without: 2, or 4 with --unequal")
+    parser.add_argument("--batch", type=positive, help="samples per rank and step; without: 2, or 4 with --unequal")
     parser.add_argument("--delay", type=float, default=0.1, help="seconds that a step of alike devices takes at least")
     parser.add_argument("--loss", type=float, default=2.6, help="to be reached on text that nobody trains on")
     parser.add_argument("--equal", type=int, default=320, help="steps after which losses are compared")
@@ -125,6 +126,13 @@ def rate_of_link(text: str) -> str:
     if not re.fullmatch(r"[\d.]+[kmg]bit", text):
         raise argparse.ArgumentTypeError(f"{text!r} is no rate such as 200mbit. Give contenders before --rates.")
     return text
+
+
+def positive(text: str) -> int:
+    """A whole number above 0."""
+    if not text.isdigit() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number above 0.")
+    return int(text)
 
 
 def with_defaults(options: argparse.Namespace) -> None:

@@ -44,6 +44,23 @@ class Meeting:
             dist.init_process_group("gloo", store=store, rank=self.rank, world_size=self.world, timeout=LIMIT)
 
 
+class Options(dict[str, str]):
+    """Options of a contender: ``every=16`` is ``{"every": "16"}``.
+
+    Attributes:
+        unread: those that nobody has asked for.
+    """
+
+    def __init__(self, text: str) -> None:
+        super().__init__(pair.split("=") for pair in text.split(",") if pair)
+        self.unread = set(self)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """An option, which is read now."""
+        self.unread.discard(name)
+        return super().get(name, default)
+
+
 @dataclass(frozen=True)
 class Setting:
     """Input of a peer.
@@ -51,14 +68,14 @@ class Setting:
     Attributes:
         net: the network, with the first weights.
         rate: learning rate of the inner optimizer.
-        options: as they were given: ``every=16`` is ``{"every": "16"}``.
+        options: as they were given.
         task: what is trained.
         meeting: of all ranks.
     """
 
     net: nn.Module
     rate: float
-    options: dict[str, str]
+    options: Options
     task: common.Task
     meeting: Meeting
 
@@ -111,6 +128,8 @@ def fit(peer: Peer, setting: Setting, board: common.Board, folder: Path) -> dict
     # The last gradient of a pass, for which averages within the pass wait. The hook runs before DDP hears of it.
     next(net.parameters()).register_hook(lambda _: until(ends))
     with peer(setting) as (model, optimizer, after, backward):
+        if unread := setting.options.unread:
+            raise SystemExit(f"No such option: {', '.join(sorted(unread))}.")
         meeting.gather("ready")
         while board.go_on(step := len(record.figures["samples"])):
             first = step * task.batch * world
@@ -147,9 +166,10 @@ def main(peers: dict[str, Peer], together: bool = True) -> None:
         name, _, options = text.partition(":")
         torch.manual_seed(task.seed)
         net = gpt()
-        given = dict(pair.split("=") for pair in options.split(",") if pair)
         board = common.Board(output.with_name(f"board-{index}"), task, together)
-        ranks = meeting.gather(fit(peers[name], Setting(net, rate, given, task, meeting), board, output.parent))
+        ranks = meeting.gather(
+            fit(peers[name], Setting(net, rate, Options(options), task, meeting), board, output.parent)
+        )
         if meeting.rank == 0:
             tested = common.tested(output.parent, meeting.world)
             runs.append({"contender": contender, "together": together, "ranks": ranks, **tested})

@@ -88,7 +88,7 @@ class Block(nn.Module):
 
 
 def gpt() -> nn.Sequential:
-    """1.27 million parameters: 5.1 MB for every exchange."""
+    """1.28 million parameters: 5.1 MB for every exchange."""
     return nn.Sequential(
         Embedding(), *(Block() for _ in range(LAYERS)), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, len(CHARACTERS))
     )

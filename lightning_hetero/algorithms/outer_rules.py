@@ -191,8 +191,13 @@ class HeLoCo(LookAhead):
     """Look-ahead with arrivals that are turned towards the momentum, parameter by parameter, where they are stale.
 
     With ``cos`` the cosine between an arrival ``d`` and the momentum ``m``, and ``trust = |d| / (|d| + 3 |m|)``: if
-    ``cos >= 0.2``, ``d`` stays. If ``cos < 0``, a part of what points against ``m`` is taken away. Between, ``d`` is
-    turned towards ``m``, and keeps its length.
+    ``cos >= 0.2``, ``d`` stays. If ``cos < 0``, a part of what points against ``m`` is taken away::
+
+        p = min(-0.5 cos trust, 0.5);  d <- d - p cos (|d| / |m|) m
+
+    Between, ``d`` is turned towards ``m``, and keeps its length::
+
+        p = min((1 - cos) trust, 1);  d <- |d| u / |u| with u = (1 - p) d / |d| + p m / |m|
 
     Source: HeLoCo (arXiv:2606.00271).
     """

@@ -523,7 +523,7 @@ def low_bit_encoding(wire: str) -> Encoding:
             raise ConfigurationError(f"wire={wire!r}: bits={bits} must be 4 or 2.")
         limits = "from 0.00390625 (1/256) to 1"
         encoding = Largest(_number(wire, density, "the density", limits, lambda x: 1 / 256 <= x <= 1), int(bits))
-    if encoding is None or given:
+    if encoding is None or given or len({part.partition("=")[0] for part in parts}) < len(parts):
         raise ConfigurationError(
             f"wire={wire!r} must be one of {KNOWN}. Settings may follow a low-bit one, such as 'int4:decay=0.95' or "
             "'topk:0.02:bits=2'."

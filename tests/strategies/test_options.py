@@ -55,6 +55,7 @@ WRONG_WIRES: list[tuple[Any, str]] = [
     ("topk:0.02:bits=3", "bits=3 must be 4 or 2"),
     ("int4:bits=2", "Settings may follow"),
     ("bf16:decay=0.95", "must be one of"),
+    ("2bit:decay=0.9:decay=0.5", "must be one of"),
     ("int8:decays=0.9", "must be one of"),
 ]
 LOW_BIT: list[tuple[Any, dict[str, Any]]] = [
