@@ -547,11 +547,19 @@ class MixedGroup(dist.ProcessGroup):
 
     def allreduce(self, tensors: list[Tensor], opts: Any) -> dist.Work:  # type: ignore[override]
         """Reduce over all ranks, in place: first among devices of one kind, then among hosts."""
+        if averages := opts.reduceOp == ReduceOp.AVG:  # a mean of means would count ranks of large islands less
+            opts = dist.AllreduceOptions()
+            opts.reduceOp = ReduceOp.SUM
 
         def reduce(tensor: Tensor, stage: HostStage) -> None:
             if tensor.is_sparse:  # which NCCL does not know
                 stage.through(tensor, lambda whole: self._all.allreduce([whole], opts).wait())
-                return
+            else:
+                reduce_dense(tensor, stage)
+            if averages:
+                tensor.detach().div_(self.size())
+
+        def reduce_dense(tensor: Tensor, stage: HostStage) -> None:
             with as_vector(tensor) as vector:
                 if self._island is not None:
                     dist.reduce(vector, self._leader, opts.reduceOp, group=self._island)

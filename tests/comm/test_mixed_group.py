@@ -52,7 +52,9 @@ def _reduced(islands: list[tuple[int, ...]]) -> dict[str, Any]:
         work.wait()
     largest = torch.tensor([rank, 10 - rank, -rank])
     dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
-    return {"sums": sums, "largest": largest, "leads": group._leaders is not None}
+    mean = _own(rank, 7)
+    dist.all_reduce(mean, dist.ReduceOp.AVG, group=group)
+    return {"sums": sums, "mean": mean, "largest": largest, "leads": group._leaders is not None}
 
 
 @pytest.mark.parametrize("islands", ISLANDS)
@@ -62,6 +64,10 @@ def test_an_all_reduce_of_two_levels_is_the_sum_over_all_ranks(islands: list[tup
         total = np.sum([_own(rank, size).double().numpy() for rank in range(4)], axis=0)
         np.testing.assert_allclose(ranks[0]["sums"][i].numpy(), total, atol=1e-5)
         assert all(torch.equal(other["sums"][i], ranks[0]["sums"][i]) for other in ranks)  # to the last bit
+    for other in ranks:
+        np.testing.assert_allclose(
+            other["mean"].numpy(), np.mean([_own(rank, 7) for rank in range(4)], axis=0), atol=1e-6
+        )
     assert all(other["largest"].tolist() == [3, 10, 0] for other in ranks)
     followers = {rank for island in islands for rank in island[1:]}
     assert [other["leads"] for other in ranks] == [rank not in followers for rank in range(4)]
