@@ -510,9 +510,13 @@ class Engine:
             outcome = averager.after_step(self.context(self._epoch_ends))
         if self._due:
             check_declared(averager)  # what it has made only now has a role, too
-        self.exchanged, self.exchanges_done = self.windows, self.exchanges_done + self._due
+        self.count_exchange()
         self._cadence.exchanges += outcome is not None and outcome.exchanged
         return outcome
+
+    def count_exchange(self) -> None:
+        """Count the exchange that follows the latest window, if one was due; others may have completed it alone."""
+        self.exchanged, self.exchanges_done = self.windows, self.exchanges_done + self._due
 
     def exchange_completed(self) -> None:
         """The exchange is complete: where all replicas are here now, act on their reports."""
