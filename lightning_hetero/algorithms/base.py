@@ -510,9 +510,18 @@ def change_layout(averager: Averager, context: StepContext, optimizers: Callable
         averager: of the running fit.
         context: of the latest step.
         optimizers: gives the optimizers.
+
+    Raises:
+        UnsupportedError: on every rank: there are more fragments of the model now, or fewer.
     """
-    averager.complete(context)
     layout_change = LayoutChange(averager.replica, averager.replica.with_current_trainable())
+    before, now = (len(replica.fragments) for replica in (averager.replica, layout_change.new))
+    if before != now:
+        raise UnsupportedError(
+            f"other parameters are trainable now, so that fragments='blocks' makes {now} fragments of the model, until "
+            f"now {before}. Give a number of fragments, which stays."
+        ).of_all()
+    averager.complete(context)
     if layout_change.left:
         layout_change.write_dropped(averager.consensus(context))
     averager.before_save()
