@@ -38,6 +38,19 @@ def is_number(value: object) -> bool:
     return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
 
 
+def outer_rates(lr: object, momentum: object) -> None:
+    """See that an outer step can have this learning rate and momentum.
+
+    Raises:
+        ConfigurationError: it cannot.
+    """
+    if not (is_number(lr) and is_number(momentum)) or lr <= 0 or not 0 <= momentum < 1:  # type: ignore[operator]
+        raise ConfigurationError(
+            f"outer_lr={lr!r}, outer_momentum={momentum!r}: the first must be above 0, the second at least 0 and "
+            "below 1."
+        )
+
+
 def plain(value: Any) -> Any:
     """An option in Python's own types: numbers of any kind, and lists for arrays and other sequences.
 

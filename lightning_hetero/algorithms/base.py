@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal, NamedTuple
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -40,7 +39,7 @@ from lightning_hetero.comm.object_collectives import finite
 from lightning_hetero.comm.staging import memory_like
 from lightning_hetero.comm.topology import Topology
 from lightning_hetero.errors import ConfigurationError, NotFiniteError, UnsupportedError
-from lightning_hetero.replicas.sharding import local
+from lightning_hetero.replicas.optimizer_states import zero_nonfinite_state
 from lightning_hetero.replicas.vectors import LayoutChange, Replica, wide_dtype
 
 
@@ -90,79 +89,6 @@ class Outcome:
     exchanged: bool = False
     warning: str | None = None
     info: str | None = None
-
-
-class OptimizerMoments:
-    """The moments of all optimizers as flat vectors. Step counts are never among them.
-
-    Args:
-        optimizers: the optimizers of this rank.
-        names: state entries to take, in the order of :meth:`names`; agreed among replicas, since a replica may not
-            have them all yet.
-    """
-
-    def __init__(self, optimizers: Sequence[Optimizer], names: Sequence[tuple[int, str]]) -> None:
-        self._slots = [(optimizers[i], name) for i, name in names]
-
-    @staticmethod
-    def names(optimizers: Sequence[Optimizer]) -> list[tuple[int, str]]:
-        """Entries that this rank has: (number of the optimizer, name of the state entry)."""
-        found: dict[tuple[int, str], bool] = {}
-        for i, optimizer in enumerate(optimizers):
-            for parameter, state in optimizer.state.items():
-                for name, value in state.items():
-                    if not isinstance(value, Tensor):
-                        continue
-                    # Of all parameters: a number beside a parameter that is one itself only happens to have its shape.
-                    found[i, name] = found.get((i, name), name != "step") and _is_moment(value, parameter)
-        return sorted(entry for entry, is_moment in found.items() if is_moment)
-
-    def pack(self) -> list[Tensor]:
-        """One vector per entry, of this rank's values; zeros where a parameter has no such state yet."""
-        return [
-            torch.cat([self._value(opt, p, name).reshape(-1) for p in _parameters(opt)]) for opt, name in self._slots
-        ]
-
-    def layout(self, names: Mapping[int, str]) -> list[dict[str, Tensor]]:
-        """Of each entry, the parameters in its vector, by name.
-
-        Args:
-            names: of parameters, by their ``id``.
-        """
-        return [{names[id(p)]: local(p) for p in _parameters(opt)} for opt, _ in self._slots]
-
-    @torch.no_grad()
-    def unpack(self, flats: Sequence[Tensor]) -> None:
-        """Write vectors back where there is state to write to."""
-        for (optimizer, name), flat in zip(self._slots, flats, strict=True):
-            parameters = _parameters(optimizer)
-            for parameter, part in zip(parameters, flat.split([local(p).numel() for p in parameters]), strict=True):
-                value = optimizer.state.get(parameter, {}).get(name)
-                if _is_moment(value, parameter):
-                    local(value).copy_(part.view_as(local(value)))
-
-    @staticmethod
-    def _value(optimizer: Optimizer, parameter: Tensor, name: str) -> Tensor:
-        value = optimizer.state.get(parameter, {}).get(name)
-        return local(value.detach()) if _is_moment(value, parameter) else torch.zeros_like(local(parameter))
-
-
-def _is_moment(value: object, parameter: Tensor) -> bool:
-    return isinstance(value, Tensor) and value.shape == parameter.shape and value.is_floating_point()
-
-
-def _parameters(optimizer: Optimizer) -> list[Tensor]:
-    return [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-
-
-@torch.no_grad()
-def zero_nonfinite_state(optimizers: Sequence[Optimizer]) -> None:
-    """Zero what is not finite in optimizers' state, which would break the next step again."""
-    for optimizer in optimizers:
-        for state in optimizer.state.values():
-            for value in state.values():
-                if isinstance(value, Tensor) and value.is_floating_point():
-                    value.nan_to_num_(0.0, 0.0, 0.0)
 
 
 __all__ = ["Averager", "FitInfo", "Outcome", "StepContext", "Traits"]
@@ -584,9 +510,18 @@ def change_layout(averager: Averager, context: StepContext, optimizers: Callable
         averager: of the running fit.
         context: of the latest step.
         optimizers: gives the optimizers.
+
+    Raises:
+        UnsupportedError: on every rank: there are more fragments of the model now, or fewer.
     """
-    averager.complete(context)
     layout_change = LayoutChange(averager.replica, averager.replica.with_current_trainable())
+    before, now = (len(replica.fragments) for replica in (averager.replica, layout_change.new))
+    if before != now:
+        raise UnsupportedError(
+            f"other parameters are trainable now, so that fragments='blocks' makes {now} fragments of the model, until "
+            f"now {before}. Give a number of fragments, which stays."
+        ).of_all()
+    averager.complete(context)
     if layout_change.left:
         layout_change.write_dropped(averager.consensus(context))
     averager.before_save()

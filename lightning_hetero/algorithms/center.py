@@ -1,27 +1,17 @@
-"""Base of algorithms with a center, and of those in which all replicas exchange with it at the same step."""
+"""Base of algorithms with a center."""
 
 import math
-from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import ClassVar
 
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_hetero.algorithms.base import (
-    Averager,
-    LowBitAverager,
-    Outcome,
-    StepContext,
-    Traits,
-    zero_nonfinite_state,
-)
+from lightning_hetero.algorithms.base import Averager, Outcome, StepContext, Traits
 from lightning_hetero.algorithms.state import Own
-from lightning_hetero.comm.all_reduce import Average, Contribution
-from lightning_hetero.comm.staging import memory_like
 from lightning_hetero.errors import ConfigurationError
+from lightning_hetero.replicas.optimizer_states import zero_nonfinite_state
 from lightning_hetero.replicas.vectors import Partition, Replica
 
 
@@ -58,21 +48,11 @@ class CenteredAverager(Averager):
     _distance = Own[float](math.nan)  # from the center, at the latest exchange
 
     def __post_init__(self) -> None:
-        self.check_tau()
         if not isinstance(self.exclude, (list, tuple)) or not all(isinstance(name, str) for name in self.exclude):
             raise ConfigurationError(
                 f"exclude={self.exclude!r}: give a list of names, such as ['embedding.weight', '*norm*']."
             )
         self.exclude = tuple(self.exclude)
-
-    def check_tau(self) -> None:
-        """See that tau is a number of steps.
-
-        Raises:
-            ConfigurationError: it is not.
-        """
-        if type(self.tau) is not int or self.tau < 1:
-            raise ConfigurationError(f"tau={self.tau!r} must be a whole number of optimizer steps, at least 1.")
 
     @override
     def make_replica(self, module: nn.Module, settle: Callable[[], None] | None = None) -> Replica:
@@ -128,92 +108,6 @@ class CenteredAverager(Averager):
     @override
     def status(self, step: int) -> dict[str, float | str]:
         return {"center_distance": self._distance}
-
-
-class SyncCenterAverager(LowBitAverager, CenteredAverager):
-    """Every tau steps replicas and their center move towards each other.
-
-    With ``D_i = x_i - c`` and weights that sum to 1::
-
-        x_i <- x_i - a D_i
-        c   <- Outer(c, grad = -sum_i w_i D_i)
-
-    and each algorithm is a setting of ``a`` and ``Outer``. ``D_i`` is taken before the replica's own step. Every rank
-    keeps the center, bitwise the same.
-
-    Attributes:
-        overlap: exchange in the background of the step.
-    """
-
-    overlap: ClassVar[bool] = False
-
-    @override
-    def prepare(self) -> Outcome | None:
-        self._exchange: Callable[[], Average] | None = None
-        self._snapshot, self._packed = self._packed[: self.replica.included], []
-        self._mean = [memory_like(old) for old in self.center]  # memory for the next exchange
-        if self.overlap:
-            self.links.prepare()
-        return None
-
-    @property
-    def center(self) -> list[Tensor]:
-        """``c``, which every rank keeps up to date."""
-        return self.last_center
-
-    @override
-    def due(self, context: StepContext) -> bool:
-        return context.step % self.tau == 0
-
-    @override
-    def before_step(self, context: StepContext) -> None:
-        if self.due(context._replace(step=context.step + 1)):
-            self._begin(context)
-
-    @override
-    def meet(self, context: StepContext) -> Outcome | None:
-        exchange = self._exchange or self._begin(context)  # replicas may have been lost since the step began
-        average, self._exchange = exchange(), None
-        self._distance = average.displacement  # RMS over the replicas
-        own = [value.to("cpu", c.dtype).sub_(c) for value, c in zip(self._snapshot, self.center, strict=True)]
-        warning = self.move(own, average)
-        if not average.healthy[self.links.index]:
-            self.restart_from(self.center)
-        self.commits += 1
-        return Outcome(exchanged=True, warning=warning)
-
-    def _begin(self, context: StepContext) -> Callable[[], Average]:
-        """Take ``x_i``, and exchange the differences: now in the background, or when the result is asked for."""
-        weights, payload = context.samples_per_replica, self.payload()
-        if self.overlap:
-            self._snapshot, copied = self.replica.snapshot(self._snapshot)
-            own = Contribution(self._snapshot, weights, self.center, self.wire, payload, self.feedback, copied)
-            self._exchange = self.links.begin(own, self._mean, want="difference").result
-        else:
-            self._snapshot = self.position(self._snapshot)
-            own = Contribution(self._snapshot, weights, self.center, self.wire, payload, self.feedback)
-            self._exchange = lambda: self.links.exchange(own, self._mean, want="difference")
-        return self._exchange
-
-    def position(self, out: Sequence[Tensor]) -> list[Tensor]:
-        """``x_i``, of which differences are taken."""
-        return self.replica.pack(out)
-
-    def payload(self) -> float:
-        """A number of this replica for all."""
-        return 0.0
-
-    @abstractmethod
-    def move(self, own: list[Tensor], average: Average) -> str | None:
-        """Move replica and center: the kernel.
-
-        Args:
-            own: ``D_i``: vectors like the center.
-            average: with ``sum_i w_i D_i`` as its ``difference``.
-
-        Returns:
-            What to warn the user of, if anything.
-        """
 
 
 def check_patterns(excluded: Sequence[str], names: Sequence[str]) -> None:

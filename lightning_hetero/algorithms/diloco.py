@@ -15,10 +15,10 @@ from lightning_hetero.algorithms.base import Outcome
 from lightning_hetero.algorithms.center import CenteredAverager
 from lightning_hetero.algorithms.fragments import Fragments, StreamingAverager
 from lightning_hetero.algorithms.state import Shared
-from lightning_hetero.argument_checks import is_number
+from lightning_hetero.argument_checks import outer_rates
 from lightning_hetero.comm.compression import check_wire
 from lightning_hetero.errors import ConfigurationError
-from lightning_hetero.replicas.outer_step import OuterStep
+from lightning_hetero.replicas.outer_step import OuterStep, OuterSteps
 
 
 @dataclass
@@ -60,7 +60,7 @@ class OuterAverager(StreamingAverager):
     traits = replace(
         CenteredAverager.traits, between="the mean of all replicas, and each such look costs as much as an exchange"
     )
-    outer_steps = Shared[list[OuterStep]]()
+    outer_steps = Shared[OuterSteps]()
     tau: int | Literal["auto"] = 50
     outer_lr: float | None = None
     outer_momentum: float | None = None
@@ -87,11 +87,7 @@ class OuterAverager(StreamingAverager):
             return self.outer
         lr = 0.7 if self.outer_lr is None else self.outer_lr
         momentum = 0.9 if self.outer_momentum is None else self.outer_momentum
-        if not (is_number(lr) and is_number(momentum)) or lr <= 0 or not 0 <= momentum < 1:
-            raise ConfigurationError(
-                f"outer_lr={lr!r}, outer_momentum={momentum!r}: the first must be above 0, the second at least 0 and "
-                "below 1."
-            )
+        outer_rates(lr, momentum)
         return partial(SGD, lr=lr, momentum=momentum, nesterov=momentum > 0)
 
     @override
@@ -101,12 +97,12 @@ class OuterAverager(StreamingAverager):
     @override
     def prepare(self) -> Outcome | None:
         super().prepare()
-        self.outer_steps = [OuterStep(self._make, part.replica, part.center) for part in self._parts]
+        self.outer_steps = OuterSteps([OuterStep(self._make, part.replica, part.center) for part in self._parts])
         return None
 
     @override
     def move(self, p: int, difference: list[Tensor]) -> None:
-        self.outer_steps[p].take(difference)
+        self.outer_steps.of_fragments[p].take(difference)
 
 
 def outer_optimizer_options(make: Callable[[Iterable], Optimizer], given: object) -> tuple[str, dict[str, Any]]:

@@ -17,7 +17,7 @@ from lightning_hetero.algorithms.base import Outcome, StepContext
 from lightning_hetero.algorithms.fragments import Fragments, partition
 from lightning_hetero.algorithms.outer_rules import MOMENTUM_RULES, OuterRule, RoundStep
 from lightning_hetero.algorithms.state import Own, PerReplica, Scratch, Shared, model_values, zeros
-from lightning_hetero.argument_checks import at_least_one, is_number, one_of
+from lightning_hetero.argument_checks import at_least_one, is_number, one_of, outer_rates
 from lightning_hetero.comm.centers.base import CenterPart
 from lightning_hetero.comm.centers.client import CenterOptions
 from lightning_hetero.comm.centers.rounds import Quorum
@@ -122,12 +122,8 @@ class OuterAsyncAverager(AsyncCenterAverager):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        lr, momentum = self.outer_lr, self.outer_momentum
-        if not (is_number(lr) and is_number(momentum)) or lr <= 0 or not 0 <= momentum < 1:
-            raise ConfigurationError(
-                f"outer_lr={lr!r}, outer_momentum={momentum!r}: the first must be above 0, the second at least 0 and "
-                "below 1."
-            )
+        at_least_one("tau", self.tau)
+        outer_rates(self.outer_lr, self.outer_momentum)
         if self.follow_speed is not None:
             one_of("follow_speed", self.follow_speed, (True, False))
         one_of("momentum_rule", self.momentum_rule, tuple(MOMENTUM_RULES))

@@ -1,20 +1,21 @@
 """Elastic averaging SGD (EASGD): replicas and a center pull at each other."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Literal
+from typing import ClassVar, Literal
 
 from torch import Tensor
 from torch.optim import SGD, Optimizer
 from typing_extensions import override
 
-from lightning_hetero.algorithms.base import Outcome, StepContext
-from lightning_hetero.algorithms.center import CenteredAverager, SyncCenterAverager
+from lightning_hetero.algorithms.base import LowBitAverager, Outcome, StepContext
+from lightning_hetero.algorithms.center import CenteredAverager
 from lightning_hetero.algorithms.state import Own
-from lightning_hetero.argument_checks import is_number
-from lightning_hetero.comm.all_reduce import Average
+from lightning_hetero.argument_checks import at_least_one, is_number
+from lightning_hetero.comm.all_reduce import Average, Contribution
 from lightning_hetero.comm.compression import check_wire
+from lightning_hetero.comm.staging import memory_like
 from lightning_hetero.errors import ConfigurationError, UnsupportedError
 from lightning_hetero.replicas.sharding import local
 
@@ -113,6 +114,7 @@ class ElasticBase(CenteredAverager):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        at_least_one("tau", self.tau)
         self.pull = ElasticForce(self.moving_rate, self.rho, self.beta)
         self.moving_rate = self.pull.moving_rate
         check_wire(self.wire)
@@ -135,30 +137,87 @@ class ElasticBase(CenteredAverager):
 
 
 @dataclass
-class ElasticAverager(ElasticBase, SyncCenterAverager):
+class ElasticAverager(ElasticBase, LowBitAverager):
     """EASGD: ``x_i -= alpha D_i;  c += beta sum_i w_i D_i``, both from the old values, all replicas at once.
 
-    Alpha is that of the first replica, for all. Without gradients ``alpha c + beta sum_i w_i x_i`` is conserved.
+    Every rank keeps the center, bitwise the same. Alpha is that of the first replica, for all. Without gradients
+    ``alpha c + beta sum_i w_i x_i`` is conserved.
 
     Source: EASGD, Zhang et al. 2015, eq. 5 and 6; Sync EASGD, You et al. 2017.
+
+    Attributes:
+        overlap: exchange in the background of the step.
     """
 
+    overlap: ClassVar[bool] = False
     alpha = Own[float](math.nan)  # of the latest exchange
 
     @override
-    def due(self, context: StepContext) -> bool:
-        return not self.pull.is_zero and super().due(context)
+    def prepare(self) -> Outcome | None:
+        self._exchange: Callable[[], Average] | None = None
+        self._snapshot, self._packed = self._packed[: self.replica.included], []
+        self._mean = [memory_like(old) for old in self.center]  # memory for the next exchange
+        if self.overlap:
+            self.links.prepare()
+        return super().prepare()
+
+    @property
+    def center(self) -> list[Tensor]:
+        """``c``, which every rank keeps up to date."""
+        return self.last_center
 
     @override
-    def payload(self) -> float:
-        return self.strength()[0]
+    def due(self, context: StepContext) -> bool:
+        return not self.pull.is_zero and context.step % self.tau == 0
 
     @override
     def on_missed(self, step: int) -> Literal["adopt", "keep"]:
         return "keep"  # the next exchange pulls this replica towards the center
 
     @override
+    def before_step(self, context: StepContext) -> None:
+        if self.due(context._replace(step=context.step + 1)):
+            self._begin(context)
+
+    @override
+    def meet(self, context: StepContext) -> Outcome | None:
+        exchange = self._exchange or self._begin(context)  # replicas may have been lost since the step began
+        average, self._exchange = exchange(), None
+        self._distance = average.displacement  # RMS over the replicas
+        own = [value.to("cpu", c.dtype).sub_(c) for value, c in zip(self._snapshot, self.center, strict=True)]
+        warning = self.move(own, average)
+        if not average.healthy[self.links.index]:
+            self.restart_from(self.center)
+        self.commits += 1
+        return Outcome(exchanged=True, warning=warning)
+
+    def _begin(self, context: StepContext) -> Callable[[], Average]:
+        """Take ``x_i``, and exchange the differences: now in the background, or when the result is asked for."""
+        weights, (alpha, _) = context.samples_per_replica, self.strength()
+        if self.overlap:
+            self._snapshot, copied = self.replica.snapshot(self._snapshot)
+            own = Contribution(self._snapshot, weights, self.center, self.wire, alpha, self.feedback, copied)
+            self._exchange = self.links.begin(own, self._mean, want="difference").result
+        else:
+            self._snapshot = self.position(self._snapshot)
+            own = Contribution(self._snapshot, weights, self.center, self.wire, alpha, self.feedback)
+            self._exchange = lambda: self.links.exchange(own, self._mean, want="difference")
+        return self._exchange
+
+    def position(self, out: Sequence[Tensor]) -> list[Tensor]:
+        """``x_i``, of which differences are taken."""
+        return self.replica.pack(out)
+
     def move(self, own: list[Tensor], average: Average) -> str | None:
+        """Move replica and center: the kernel.
+
+        Args:
+            own: ``D_i``: vectors like the center.
+            average: with ``sum_i w_i D_i`` as its ``difference``.
+
+        Returns:
+            What to warn the user of, if anything.
+        """
         alpha = average.payloads[0]
         beta = self.pull.of_center(alpha, self.links.count)
         warning = stability(alpha, beta) if self.alpha < alpha else None

@@ -124,28 +124,6 @@ def explain_nonfinite(engine: "Engine") -> Iterator[None]:
         )
 
 
-def replica_state_dict(engine: "Engine", optimizers: Sequence[Optimizer], precision: dict[str, Any]) -> dict[str, Any]:
-    """The state of a replica beside its values; the tensors are those in use (collective).
-
-    Args:
-        engine: of the replica.
-        optimizers: of the fit.
-        precision: state of the precision plugin.
-    """
-    averager = engine.running
-    with explain_nonfinite(engine):
-        averager.before_save()
-        check_declared(averager)
-        algorithm = read(averager)
-    return {
-        "kept": dict(averager.replica.unexchanged_buffers()),
-        "precision": precision,
-        "optimizers": [optimizer_states.of_rank(optimizer) for optimizer in optimizers],
-        "windows": engine.windows,
-        "algorithm": algorithm,
-    }
-
-
 #: Shared state that follows from the values with which all begin when others join.
 FROM_MODEL = "reference", "commits"
 #: What ranks must have done alike.
@@ -210,13 +188,11 @@ class SurvivingState(NamedTuple):
 
     Attributes:
         state: of its averager, with entries of all replicas before the loss.
-        commits: of its averager.
         under_way: whether exchanges were under way.
         scratch: what starts over, in words.
     """
 
     state: dict[str, Any]
-    commits: int
     under_way: bool
     scratch: list[str]
 
@@ -354,10 +330,10 @@ class Engine:
             averager.absorb_arrived([index for index in range(self._count_before) if index not in kept])
             dropped, scratch = drop_in_flight(averager), scratch_in_use(averager)
             # Another rank may be lost before this ends: then it is done again, and the averager has lost its state.
-            survived = self._survived = SurvivingState(read(averager), averager.commits, bool(dropped), scratch)
+            survived = self._survived = SurvivingState(read(averager), bool(dropped), scratch)
         state = select(averager, survived.state, kept)
         averager.close()
-        progress = self.links.gather((survived.commits, self.exchanged, self.windows, survived.under_way))
+        progress = self.links.gather((state["commits"], self.exchanged, self.windows, survived.under_way))
         furthest = max(range(len(progress)), key=lambda rank: progress[rank][:2])
         equal = len({commits for commits, *_ in progress}) == 1  # then vectors are, too
         names = [field.name for field in fields_of(type(averager), Shared, PerReplica)]
@@ -510,9 +486,13 @@ class Engine:
             outcome = averager.after_step(self.context(self._epoch_ends))
         if self._due:
             check_declared(averager)  # what it has made only now has a role, too
-        self.exchanged, self.exchanges_done = self.windows, self.exchanges_done + self._due
+        self.count_exchange()
         self._cadence.exchanges += outcome is not None and outcome.exchanged
         return outcome
+
+    def count_exchange(self) -> None:
+        """Count the exchange that follows the latest window, if one was due; others may have completed it alone."""
+        self.exchanged, self.exchanges_done = self.windows, self.exchanges_done + self._due
 
     def exchange_completed(self) -> None:
         """The exchange is complete: where all replicas are here now, act on their reports."""
@@ -581,10 +561,28 @@ class Engine:
         """This replica's own state, on its leader; elsewhere ``None`` (collective). Tensors and builtins only.
 
         Where each rank has a shard, it is that of the shard.
+
+        Args:
+            optimizers: of the fit.
+            precision: state of the precision plugin.
+            flat: see :meth:`Replica.pack`.
         """
-        rest = replica_state_dict(self, optimizers, precision)
+        averager = self.running
+        with explain_nonfinite(self):
+            averager.before_save()
+            check_declared(averager)
+            algorithm = read(averager)
         values = self.own_values(flat)  # on all ranks: those of a replica make their buffers alike first
-        return {"values": [value.cpu() for value in values], **rest} if self.links.is_leader else None
+        if not self.links.is_leader:
+            return None
+        return {
+            "values": [value.cpu() for value in values],
+            "kept": dict(averager.replica.unexchanged_buffers()),
+            "precision": precision,
+            "optimizers": [optimizer_states.of_rank(optimizer) for optimizer in optimizers],
+            "windows": self.windows,
+            "algorithm": algorithm,
+        }
 
     def shared_state(self) -> dict[str, Any]:
         """The state that is the same on all replicas, for :meth:`load_shared_state` (collective)."""

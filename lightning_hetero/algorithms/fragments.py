@@ -212,6 +212,9 @@ class StreamingAverager(LowBitAverager, CenteredAverager):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        at_least_one("tau_max", self.tau_max)
+        if self.tau != "auto":
+            at_least_one("tau", self.tau, ", or 'auto'")
         self._cut = partition(self.fragments)
         name, longest = ("tau_max", self.tau_max) if self.tau == "auto" else ("tau", self.tau)
         if type(self.delay) is not int or not 0 <= self.delay < longest:
@@ -226,12 +229,6 @@ class StreamingAverager(LowBitAverager, CenteredAverager):
             )
         if self.delay:
             self.traits = replace(type(self).traits, blocking=False)  # type: ignore[misc]
-
-    @override
-    def check_tau(self) -> None:
-        at_least_one("tau_max", self.tau_max)
-        if self.tau != "auto":
-            at_least_one("tau", self.tau, ", or 'auto'")
 
     @override
     def prepare(self) -> Outcome | None:

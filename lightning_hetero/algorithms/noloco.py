@@ -11,7 +11,7 @@ from lightning_hetero.algorithms.base import Outcome, StepContext
 from lightning_hetero.algorithms.peers import PairAverager
 from lightning_hetero.algorithms.state import Own, model_values, zeros
 from lightning_hetero.algorithms.topologies import random_matching
-from lightning_hetero.argument_checks import at_least_one, is_number
+from lightning_hetero.argument_checks import at_least_one, is_number, outer_rates
 from lightning_hetero.errors import ConfigurationError
 
 
@@ -71,13 +71,8 @@ class NoLoCoAverager(PairAverager):
     def __post_init__(self) -> None:
         super().__post_init__()
         at_least_one("tau", self.tau)
-        lr, momentum, gamma = self.outer_lr, self.outer_momentum, self.gamma
-        if not (is_number(lr) and is_number(momentum)) or lr <= 0 or not 0 <= momentum < 1:
-            raise ConfigurationError(
-                f"outer_lr={lr!r}, outer_momentum={momentum!r}: the first must be above 0, the second at least 0 and "
-                "below 1."
-            )
-        bound = 2 * (1 - momentum**2)
+        outer_rates(self.outer_lr, self.outer_momentum)
+        gamma, bound = self.gamma, 2 * (1 - self.outer_momentum**2)
         if not is_number(gamma) or not 0 < gamma < bound:
             raise ConfigurationError(
                 f"gamma={gamma!r} must be above 0 and below 2 (1 - outer_momentum^2) = {bound:g}: with 0 nothing keeps "

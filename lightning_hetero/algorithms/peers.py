@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_hetero.algorithms.base import Averager, Outcome, StepContext, Traits, zero_nonfinite_state
+from lightning_hetero.algorithms.base import Averager, Outcome, StepContext, Traits
 from lightning_hetero.algorithms.state import Own, VectorStart
 from lightning_hetero.algorithms.topologies import Rule, sends
 from lightning_hetero.argument_checks import is_number
@@ -18,6 +18,7 @@ from lightning_hetero.comm.gossip import ReceivedPush
 from lightning_hetero.comm.gossip_client import Endpoint, PairClient, PushClients, pair_client
 from lightning_hetero.comm.gossip_peers import EXCHANGE
 from lightning_hetero.errors import ConfigurationError
+from lightning_hetero.replicas.optimizer_states import zero_nonfinite_state
 
 T = TypeVar("T", PairClient, PushClients)
 

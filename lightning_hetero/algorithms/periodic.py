@@ -5,11 +5,12 @@ from dataclasses import dataclass, field
 import torch
 from typing_extensions import override
 
-from lightning_hetero.algorithms.base import LowBitAverager, OptimizerMoments, Outcome, StepContext
+from lightning_hetero.algorithms.base import LowBitAverager, Outcome, StepContext
 from lightning_hetero.argument_checks import at_least_one
 from lightning_hetero.comm.all_reduce import Average, Contribution
 from lightning_hetero.comm.compression import check_wire
 from lightning_hetero.comm.staging import memory_like
+from lightning_hetero.replicas.optimizer_states import OptimizerMoments
 from lightning_hetero.replicas.vectors import wide_dtype
 
 

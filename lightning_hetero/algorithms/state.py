@@ -80,8 +80,8 @@ class StateField(Generic[T]):
 
     Args:
         start: the value at the beginning of a fit: :data:`model_values`, :data:`zeros`, a function of the algorithm, or
-            a number, text or truth value. An object with ``state_dict`` and ``load_state_dict``, or a list of them, is
-            saved and restored by these methods.
+            a number, text or truth value. An object with ``state_dict`` and ``load_state_dict`` is saved and restored
+            by these methods.
     """
 
     name: str
@@ -378,7 +378,7 @@ def carry(algorithm: Any, state: dict[str, Any], layout_change: LayoutChange) ->
         layout_change: brings vectors into the new layout.
     """
     carried = {
-        field.name: layout_change.carry(state[field.name], field.start.factor_of(algorithm))
+        field.name: layout_change.carry(state[field.name], field.start.factor_of(algorithm), field.start.excluded)
         for field in fields_of(type(algorithm))
         if isinstance(field.start, VectorStart)
     }
@@ -438,7 +438,7 @@ def has_tensors(value: Any) -> bool:
 
 
 def _saved(value: Any) -> Any:
-    if isinstance(value, list) and value and all(hasattr(each, "state_dict") for each in value):
+    if isinstance(value, list) and value and isinstance(value[0], PendingExchange):
         return [each.state_dict() for each in value]
     return value.state_dict() if hasattr(value, "state_dict") else value
 
@@ -446,16 +446,8 @@ def _saved(value: Any) -> Any:
 def _restore(algorithm: Any, field: StateField, saved: Any) -> bool:
     """Restore one field; false if it must start over, which only `Scratch` may."""
     own = getattr(algorithm, field.name)
-    objects = own if isinstance(own, list) else [own]
-    if objects and all(hasattr(each, "load_state_dict") for each in objects):
-        states = saved if isinstance(own, list) else [saved]
-        if len(states) != len(objects):
-            raise CheckpointError(
-                f"The checkpoint holds {len(states)} states of {field.name!r}; here there are {len(objects)}. Resume "
-                "with the fragments of the run that was saved."
-            )
-        fits = [each.load_state_dict(state) for each, state in zip(objects, states, strict=True)]
-        return not (isinstance(field, Scratch) and False in fits)
+    if hasattr(own, "load_state_dict"):
+        return own.load_state_dict(saved) is not False or not isinstance(field, Scratch)
     if isinstance(field, Scratch) and (own is None) != (saved is None):
         return saved is None
     if _same_vectors(own, saved):

@@ -180,6 +180,10 @@ class BackgroundWriter(WrappingCheckpointIO):
         self.complete()
         self._jobs += [(step,) for step in prepare(self.snapshot.of(checkpoint))]
 
+    def forget(self) -> None:
+        """Forget what has been given since the last launch: ranks were lost meanwhile, and it is given once more."""
+        self._jobs = []
+
     def launch(self, then: Callable[[], Any]) -> bool:
         """Begin to write what has been given since the last time; on all ranks.
 

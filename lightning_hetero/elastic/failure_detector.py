@@ -27,7 +27,7 @@ class MemberEnvironment(Protocol):
     def connect(self, peer: int) -> MemberChannel:
         """Begin to connect to a member."""
 
-    def offer(self, number: int) -> Any:
+    def offer(self, number: int, /) -> Any:
         """The store at which the members of a view meet."""
 
     def busy(self) -> float:
@@ -35,9 +35,6 @@ class MemberEnvironment(Protocol):
 
     def steps(self) -> int:
         """Number of steps that this member has done."""
-
-    def note(self, what: str, member: int, why: str = "") -> None:
-        """Take note of an event."""
 
 
 class WatchingMember(Protocol):

@@ -110,7 +110,7 @@ class JoinRequests:
         self._changed = threading.Condition()  # guards all that follows
         self._links: dict[int, MessageLink] = {}  # of those that have asked, by the numbers of their requests
         self._heard: dict[int, float] = {}  # of those that wait: when they were last heard
-        self._asked: dict[int, tuple[Seat, float]] = {}  # of those that have asked: where they are, and when it was
+        self._asked: dict[int, tuple[Seat, float]] = {}  # of those that fit: where they are, and when they have asked
         self._ready: set[int] = set()  # of those that were asked to come
         self._unsent: deque[tuple[int, dict[str, Any]]] = deque()
         self._closed = False
@@ -175,11 +175,11 @@ class JoinRequests:
             self._requests += 1
             k = self._requests
             self._links[k] = link
+            if (why := self._incompatibility(message["compatibility"])) is not None:
+                self._answer([k], refused=why)  # its seat may be that of another version
+                return
             self._asked[k] = Seat(*message["compatibility"].get("seat", ("", k, 1))), now
-            if (why := self._incompatibility(message["compatibility"])) is None:
-                self._heard[k] = now
-            else:
-                self._answer([k], refused=why)
+            self._heard[k] = now
         elif what == "message" and k is not None:
             if k in self._heard:
                 self._heard[k] = now

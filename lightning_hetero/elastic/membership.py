@@ -27,6 +27,7 @@ over            must end: ``agree()`` raises                                    
 ==============  =================================================================  ================================
 """
 
+import logging
 import os
 import threading
 import time
@@ -36,14 +37,16 @@ from typing import Any
 
 from lightning_hetero.comm.threads import close_at_exit
 from lightning_hetero.comm.transport import HostPort, MessageLink, MessageTransport
-from lightning_hetero.elastic.protocol import AgreedView, Member, MembershipEvent, MembershipTerms, ViewProposal
-from lightning_hetero.elastic.quorum import Roster, decide
+from lightning_hetero.elastic.protocol import AgreedView, Member, MembershipTerms, ViewProposal
+from lightning_hetero.elastic.quorum import Roster
 from lightning_hetero.errors import MembershipLostError, not_none
 
 _PATIENCE = 1.5  # seconds to let others know that this member ends
 _AGAIN = 1.0  # seconds after which a training thread that has not come is called again
 _BUSY, _QUIET = 0.02, 0.25  # seconds between two turns of the thread
 _TEXT = 500  # characters of an error's text that are sent
+
+log = logging.getLogger("lightning_hetero")
 
 
 class Membership:
@@ -63,9 +66,6 @@ class Membership:
         offer: called on the coordinator, by its thread, with the number of a new view; returns what its members need
             to meet, as JSON has it. It must return soon.
         steps: called by the thread, for how many steps this member has done; the others hear of it in its heartbeats.
-
-    Attributes:
-        events: what has happened, for a monitor.
     """
 
     def __init__(
@@ -79,8 +79,8 @@ class Membership:
         offer: Callable[[int], Any],
         steps: Callable[[], int],
     ) -> None:
-        self.me, self.terms, self.events = me, terms, list[MembershipEvent]()
-        self._on_change, self._offer, self._steps = on_change, offer, steps
+        self.me, self.terms = me, terms
+        self._on_change, self.offer, self.steps = on_change, offer, steps
         self._transport = MessageTransport(me, token, interface)
         self._member: Member | None = None
         self._members: tuple[int, ...] = ()
@@ -228,18 +228,6 @@ class Membership:
         """Number of processes for each core of this machine, at least 1; in the last minute."""
         return max(os.getloadavg()[0] / (os.cpu_count() or 1), 1.0)
 
-    def steps(self) -> int:
-        """Number of steps that this member has done."""
-        return self._steps()
-
-    def offer(self, number: int) -> Any:
-        """The store at which the members of a view meet."""
-        return self._offer(number)
-
-    def note(self, what: str, member: int, why: str = "") -> None:
-        """Take note of an event."""
-        self.events.append(MembershipEvent(time.time(), what, member, why))
-
     # -- the thread --------------------------------------------------------------------------------
 
     def _post(self, action: Callable[[], None]) -> None:
@@ -294,10 +282,7 @@ class Membership:
             self._called = time.monotonic()
             try:
                 self._on_change()
-            except Exception as error:
-                self.note("error", self.me, f"on_change failed with {type(error).__name__}: {error}")
+            except Exception:
+                log.exception("The training thread could not be called; that is tried again.")
         elif not member.changing:
             self._called = -_AGAIN
-
-
-__all__ = ["AgreedView", "Membership", "MembershipEvent", "MembershipTerms", "decide"]

@@ -295,7 +295,6 @@ class Shutdown:
         if how is not None:
             member.lose(channel.peer, how, final=True)
         elif member.lost.mark_left(channel.peer):
-            member.environment.note("left", channel.peer)
             member.view_change.mark_changed()
 
 
@@ -338,23 +337,6 @@ class AgreedView(NamedTuple):
     offer: Any
     host: int
     steps: dict[int, int]
-
-
-class MembershipEvent(NamedTuple):
-    """Event for a monitor.
-
-    Attributes:
-        time: when, by ``time.time()``.
-        what: ``lost``, ``returned`` (it was lost, and is heard again), ``left`` (its run was over), ``changing``,
-            ``agreed``, ``over`` (this member must end) or ``error`` (of a callback).
-        member: which member, or, for ``agreed``, the number of the view.
-        why: the reason, if there is one.
-    """
-
-    time: float
-    what: str
-    member: int
-    why: str = ""
 
 
 _TICK = 0.02  # seconds: it is not worthwhile to look at all members more often
@@ -464,7 +446,6 @@ class Member:
         """Ask for a new view."""
         if not self.changing:
             self.changing, self.began = True, self.environment.now()
-            self.environment.note("changing", self.me)
             self.view_change.mark_changed()
 
     def lose(self, member: int, why: str, final: bool = False) -> None:
@@ -472,7 +453,6 @@ class Member:
         if not self.lost.lose(member, why, final):
             return
         self.detector.heard(member)
-        self.environment.note("lost", member, why)
         for channels in (self.inbound, self.outbound):
             if channel := channels.pop(member, None):
                 channel.close()
@@ -485,7 +465,6 @@ class Member:
         if self.over is None:
             self.over = text
             self.changing = True
-            self.environment.note("over", self.me, text)
 
     # -- what happens on connections ---------------------------------------------------------------
 
@@ -563,7 +542,6 @@ class Member:
             self.view_change.mark_changed()  # perhaps there is a change again
             state = state._replace(view=self.view, progress=None, changing=False)
         if self.lost.mark_alive(peer):
-            self.environment.note("returned", peer)
             self.view_change.mark_changed()
         self.election.consider(peer, state)
         if not channel.mine:
@@ -595,7 +573,6 @@ class Member:
             stays = peer in self.view.members
             channel.send({"k": "commit", "v": self.view.key} if stays else self.left_out(peer))
         self.view_change.committed()
-        self.environment.note("agreed", proposal.roster.number)
         if self.progress is None:
             self.request_view()  # the training thread does not wait for it any more
             return

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 _STARTER = "LIGHTNING_HETERO_STARTED_BY"  # the variable with the process that has started this one
 _ORDERLY = (0, 128 + signal.SIGTERM)  # exit codes of a rank that is done, or was asked to stop
+_POLL = 0.5  # seconds between two looks at processes
 
 
 class ObservedLauncher(SubprocessScriptLauncher):
@@ -45,17 +46,19 @@ class ObservedLauncher(SubprocessScriptLauncher):
     as which rank they miss, and what they would save, is lost. Here they have ``grace`` seconds for it.
 
     Args:
-        grace: seconds from a rank's failure until the others are killed.
         survive: the others go on instead. If this rank fails, its process ends when they have.
         around: calls the Trainer's function, given that and its arguments.
         **kwargs: as for Lightning's launcher.
+
+    Attributes:
+        grace: seconds from a rank's failure until the others are killed.
     """
 
-    def __init__(
-        self, grace: float = 30.0, survive: bool = False, around: Callable | None = None, **kwargs: Any
-    ) -> None:
+    grace = 30.0
+
+    def __init__(self, survive: bool = False, around: Callable | None = None, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        self.grace, self.survive, self.around = grace, survive, around
+        self.survive, self.around = survive, around
         self.observer: ProcessObserver | None = None  # of the processes that it has started
         self._interrupted = False  # by Ctrl-C
 
@@ -137,16 +140,14 @@ class ParentProcess(threading.Thread):
 
     Args:
         pid: of that process.
-        poll: seconds between looks.
 
     Attributes:
         grace: seconds from its end until this process is killed; ``None``: this process goes on.
     """
 
-    def __init__(self, pid: int, poll: float = 0.5) -> None:
+    def __init__(self, pid: int) -> None:
         super().__init__(daemon=True, name="rank-starter")
         self.grace: float | None = None
-        self._poll = poll
         self._parent = os.getppid() if os.getppid() == pid or not _runs(pid) else None
         self._over = self._parent is not None and self._parent != pid
 
@@ -158,10 +159,10 @@ class ParentProcess(threading.Thread):
     @override
     def run(self) -> None:
         while not self.ended:
-            time.sleep(self._poll)
+            time.sleep(_POLL)
         since = time.monotonic()
         while self.grace is None or time.monotonic() < since + self.grace:  # this thread ends with the process
-            time.sleep(self._poll)
+            time.sleep(_POLL)
         with suppress(OSError):
             print(
                 f"lightning_hetero: process {os.getpid()} is ended, since local rank 0, which has started it, ended "
@@ -194,7 +195,7 @@ class ProcessObserver(threading.Thread):
     """
 
     def __init__(
-        self, children: Sequence[subprocess.Popen], grace: float | None, first: int = 0, poll: float = 0.5
+        self, children: Sequence[subprocess.Popen], grace: float | None, first: int = 0, poll: float = _POLL
     ) -> None:
         super().__init__(daemon=True, name="rank-observer")
         self.children, self.grace, self.first, self.poll = children, grace, first, poll

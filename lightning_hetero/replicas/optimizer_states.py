@@ -1,4 +1,4 @@
-"""Optimizer states, restored wherever they were saved; and hyperparameters, which ranks must share."""
+"""Optimizer states, restored wherever they were saved; their moments; and hyperparameters, which ranks must share."""
 
 import math
 import zlib
@@ -38,14 +38,10 @@ def restore(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
     for parameter, values in optimizer.state.items():
         if is_dtensor(parameter):
             optimizer.state[parameter] = tree_map_only(Tensor, partial(in_shards, parameter), values)
-    device = optimizer.param_groups[0]["params"][0].device
-
-    def moved(tensor: Tensor) -> Tensor:
-        return tensor.to(device)
-
+    device = next((p.device for group in optimizer.param_groups for p in group["params"]), None)  # groups may be empty
     for key, value in optimizer.state.items():
         if not isinstance(key, Tensor):
-            optimizer.state[key] = tree_map_only(torch.Tensor, moved, value)
+            optimizer.state[key] = tree_map_only(Tensor, partial(Tensor.to, device=device), value)
 
 
 def hyperparameters(optimizers: Sequence[Optimizer]) -> dict[str, float]:
@@ -102,3 +98,77 @@ def check_settings(settings: Mapping[str, float], step: int, group: dist.Process
 
 def _close(one: float, other: float) -> bool:
     return math.isclose(one, other, rel_tol=_CLOSE) or (math.isnan(one) and math.isnan(other))
+
+
+# -- moments ---------------------------------------------------------------------------------------
+
+
+class OptimizerMoments:
+    """The moments of all optimizers as flat vectors. Step counts are never among them.
+
+    Args:
+        optimizers: the optimizers of this rank.
+        names: state entries to take, in the order of :meth:`names`; agreed among replicas, since a replica may not
+            have them all yet.
+    """
+
+    def __init__(self, optimizers: Sequence[Optimizer], names: Sequence[tuple[int, str]]) -> None:
+        self._slots = [(optimizers[i], name) for i, name in names]
+
+    @staticmethod
+    def names(optimizers: Sequence[Optimizer]) -> list[tuple[int, str]]:
+        """Entries that this rank has: (number of the optimizer, name of the state entry)."""
+        found: dict[tuple[int, str], bool] = {}
+        for i, optimizer in enumerate(optimizers):
+            for parameter, state in optimizer.state.items():
+                for name, value in state.items() if isinstance(parameter, Tensor) else ():
+                    if not isinstance(value, Tensor):
+                        continue
+                    # Of all parameters: a number beside a parameter that is one itself only happens to have its shape.
+                    found[i, name] = found.get((i, name), name != "step") and _is_moment(value, parameter)
+        return sorted(entry for entry, is_moment in found.items() if is_moment)
+
+    def pack(self) -> list[Tensor]:
+        """One vector per entry, of this rank's values; zeros where a parameter has no such state yet."""
+        return [
+            torch.cat([self._value(opt, p, name).reshape(-1) for p in _parameters(opt)]) for opt, name in self._slots
+        ]
+
+    def layout(self, names: Mapping[int, str]) -> list[dict[str, Tensor]]:
+        """Of each entry, the parameters in its vector, by name.
+
+        Args:
+            names: of parameters, by their ``id``.
+        """
+        return [{names[id(p)]: local(p) for p in _parameters(opt)} for opt, _ in self._slots]
+
+    @torch.no_grad()
+    def unpack(self, flats: Sequence[Tensor]) -> None:
+        """Write vectors back where there is state to write to."""
+        for (optimizer, name), flat in zip(self._slots, flats, strict=True):
+            parameters = _parameters(optimizer)
+            for parameter, part in zip(parameters, flat.split([local(p).numel() for p in parameters]), strict=True):
+                value = optimizer.state.get(parameter, {}).get(name)
+                if _is_moment(value, parameter):
+                    local(value).copy_(part.view_as(local(value)))
+
+    @staticmethod
+    def _value(optimizer: Optimizer, parameter: Tensor, name: str) -> Tensor:
+        value = optimizer.state.get(parameter, {}).get(name)
+        return local(value.detach()) if _is_moment(value, parameter) else torch.zeros_like(local(parameter))
+
+
+def _is_moment(value: object, parameter: Tensor) -> bool:
+    return isinstance(value, Tensor) and value.shape == parameter.shape and value.is_floating_point()
+
+
+def _parameters(optimizer: Optimizer) -> list[Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+
+
+@torch.no_grad()
+def zero_nonfinite_state(optimizers: Sequence[Optimizer]) -> None:
+    """Zero what is not finite in optimizers' state, which would break the next step again."""
+    for value in tree_leaves([list(optimizer.state.values()) for optimizer in optimizers]):
+        if isinstance(value, Tensor) and value.is_floating_point():
+            value.nan_to_num_(0.0, 0.0, 0.0)

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_hetero.errors import ConfigurationError
+from lightning_hetero.errors import CheckpointError, ConfigurationError
 from lightning_hetero.replicas.vectors import Replica
 
 
@@ -71,3 +71,33 @@ class OuterStep:
         self.optimizer.step()
         for buffer, step in zip(self._buffers, steps, strict=True):
             buffer.sub_(step)
+
+
+class OuterSteps:
+    """Outer optimizers of a center's fragments, one for each.
+
+    Args:
+        of_fragments: in their order.
+    """
+
+    def __init__(self, of_fragments: Sequence[OuterStep]) -> None:
+        self.of_fragments = of_fragments
+
+    def state_dict(self) -> list[dict[str, Any]]:
+        """The state of each."""
+        return [step.state_dict() for step in self.of_fragments]
+
+    def load_state_dict(self, states: Sequence[dict[str, Any]]) -> None:
+        """Continue from :meth:`state_dict`. A parameter that is in another fragment now has its state there.
+
+        Raises:
+            CheckpointError: there are other fragments.
+        """
+        if len(states) != len(self.of_fragments):
+            raise CheckpointError(
+                f"The checkpoint holds the states of {len(states)} outer optimizers; here there are "
+                f"{len(self.of_fragments)}. Resume with the fragments of the run that was saved."
+            )
+        known = {name: value for state in states for name, value in state["state"].items()}
+        for step, state in zip(self.of_fragments, states, strict=True):
+            step.load_state_dict({**state, "state": known})

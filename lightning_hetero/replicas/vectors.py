@@ -529,18 +529,17 @@ class LayoutChange:
                 if name in self.left:
                     value.copy_(parts[name].view_as(value))
 
-    def carry(self, flats: Sequence[Tensor], fresh: float = 1.0) -> list[Tensor]:
+    def carry(self, flats: Sequence[Tensor], fresh: float, excluded: bool) -> list[Tensor]:
         """Vectors in the new layout, on the CPU, in fp32 or wider.
 
         Args:
             flats: vectors in the old layout, or those of them that come before excluded values.
             fresh: times the model's value, that is what added values get. 0 suits differences and momenta.
+            excluded: whether there are vectors of excluded values, too.
         """
         known = self._old.by_name(flats)
-        whole = len(flats) > self._old.included or len(self._old.layout) == self._old.included
-        groups = self.new.layout if whole else self.new.layout[: self.new.included]
         carried = []
-        for group in groups:
+        for group in self.new.layout if excluded else self.new.layout[: self.new.included]:
             parts = []
             for name, value in group.items():
                 part = known[name] if name in known else value.detach() * fresh

@@ -24,7 +24,6 @@ from lightning_hetero.algorithms.noloco import NoLoCoAverager
 from lightning_hetero.algorithms.periodic import PeriodicAverager
 from lightning_hetero.algorithms.push_sum import PushSumAverager
 from lightning_hetero.comm.agreement import raise_on_all
-from lightning_hetero.strategies import saving
 from lightning_hetero.strategies.base import HeteroStrategy
 from lightning_hetero.strategies.options import with_shared_options
 from lightning_hetero.strategies.replica import ReplicaStrategy, with_options_of
@@ -89,11 +88,10 @@ class HeteroDDPStrategy(HeteroStrategy):
         super().teardown()
 
     @override
-    @saving.retry_on_peer_loss
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+    def _save(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None) -> None:
         if not self.collectives.alone():
             self._gradients.add_to(checkpoint)
-        super().save_checkpoint(checkpoint, filepath, storage_options)
+        super()._save(checkpoint, filepath, storage_options)
 
     @override
     def _restore_replicas(self, checkpoint: Mapping[str, Any]) -> None:

@@ -30,7 +30,6 @@ from lightning_hetero.planning.cluster import MEMORY, Cluster, LinkModel
 from lightning_hetero.planning.strategy_choice import AutoLimits, Choice, choose
 from lightning_hetero.replicas.sharding import is_sharded
 from lightning_hetero.replicas.vectors import broadcast_values
-from lightning_hetero.strategies import saving
 from lightning_hetero.strategies.base import HeteroStrategy
 from lightning_hetero.strategies.default_groups import beyond
 from lightning_hetero.strategies.replica import ReplicaStrategy, with_options_of
@@ -282,12 +281,11 @@ class AutoStrategy(ReplicaStrategy):
         return own if self.chosen is None else own._replace(algorithm=type(self.chosen).saved_as)
 
     @override
-    @saving.retry_on_peer_loss
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+    def _save(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None) -> None:
         if (decision := self._decision()) is not None:
             add_section(checkpoint, "choice", decision)
         base = HeteroStrategy if self.chosen is None else ReplicaStrategy  # one replica has nothing of its own
-        base.save_checkpoint(self, checkpoint, filepath, storage_options)
+        base._save(self, checkpoint, filepath, storage_options)
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:

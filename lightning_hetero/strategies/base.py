@@ -432,8 +432,11 @@ class HeteroStrategy(JobStrategy):
         return saving.copied_for_join(self.checkpoint_io, self.module, state)
 
     @override
-    @saving.retry_on_peer_loss
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        saving.retry_on_peer_loss(self, lambda: self._save(checkpoint, filepath, storage_options))
+
+    def _save(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None) -> None:
+        """Save a checkpoint (collective). It may be called again."""
         with self._rank_state.saving(checkpoint) as whole:
             if is_sharded(self.lightning_module) and not saving.others_join(self.checkpoint_io):
                 self._save_sharded(whole, filepath, storage_options)

@@ -426,20 +426,6 @@ class ElasticJoin(Newcomers):
                 "Start this process again to join it, or give this job another file."
             )
 
-    def leaves(self) -> None:
-        """This rank leaves the fit, to begin it again."""
-        self._between = True
-
-    def asks(self) -> None:
-        """This process, which is new, has left the fit, and has yet to ask the job again: SIGTERM ends it.
-
-        Raises:
-            SIGTERMException: it has come already.
-        """
-        self._between = False
-        if self.terminated:
-            raise SIGTERMException(TERMINATED)
-
     def note_sigterm(self) -> bool:
         """SIGTERM has come; returns whether the fit that is about to begin again will stop for it."""
         self.terminated |= self._between
@@ -448,7 +434,8 @@ class ElasticJoin(Newcomers):
     @property
     def wanted(self) -> bool:
         """Whether there are newcomers that the job can take in; on the first rank, in any thread."""
-        return self._requests is not None and self._most(self._requests.waiting) > 0
+        requests = self._requests  # which another thread may close meanwhile
+        return requests is not None and self._most(requests.waiting) > 0
 
     def _most(self, waiting: int) -> int:
         """The number of waiting processes that fit in the job: options may allow some numbers of ranks only."""
@@ -482,6 +469,8 @@ class ElasticJoin(Newcomers):
             strategy.checkpoint_io = files.usual
         strategy.recovery.retry(strategy.accounting.apply_reports)  # leave nothing in flight
         if any(gather(strategy.job.view is not view, "who was lost")):  # others come next time
+            self._leaving = None
+            files.clear()
             if requests is not None:
                 requests.put_off(newcomers)
             return
@@ -534,7 +523,9 @@ class ElasticJoin(Newcomers):
                 except Exception as error:
                     if asked < MOST and self._may_ask_again(error):
                         self._leave_fit()
-                        self.asks()
+                        self._between = False  # it has yet to ask the job again, and SIGTERM ends it
+                        if self.terminated:
+                            raise SIGTERMException(TERMINATED) from error
                         again, asked = BeginAgainError(self._ask_again(error), None), asked + 1
                         continue
                     if again is None or (again := self._without_newcomers(again, error)) is None:
@@ -573,7 +564,7 @@ class ElasticJoin(Newcomers):
         """End what belongs to the fit so far, on this rank."""
         strategy = self._strategy
         trainer, request = strategy.trainer, strategy.stop_request
-        self.leaves()
+        self._between = True
         strategy.recovery.pause()
         module, stage = trainer.lightning_module, TrainerFn.FITTING
         for callback in trainer.callbacks:  # type: ignore[attr-defined]

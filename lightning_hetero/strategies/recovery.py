@@ -17,9 +17,10 @@ from lightning_hetero.comm.job import Job, open_store
 from lightning_hetero.comm.retry import CollectiveRetry, set_repeater
 from lightning_hetero.comm.stores import store_at
 from lightning_hetero.comm.view import View
+from lightning_hetero.elastic.failure_detector import LEFT
 from lightning_hetero.elastic.membership import Membership
 from lightning_hetero.elastic.protocol import AgreedView, MembershipTerms
-from lightning_hetero.errors import CommunicationError, HeteroError, UnsupportedError
+from lightning_hetero.errors import CommunicationError, HeteroError, MembershipLostError, UnsupportedError
 from lightning_hetero.strategies.job import JobStrategy, gradients_of, set_gradients
 from lightning_hetero.strategies.join import ElasticJoin
 from lightning_hetero.strategies.metrics import leave_metrics, repeat_metrics
@@ -162,6 +163,12 @@ class PeerRecovery(RecoveryPolicy):
             return None
         threads.abort_sockets()
         agreed, me = self._former.agree(LEFT_FIT), self._former.me
+        begun = sorted(id for id, why in agreed.lost.items() if why == LEFT)
+        if begun and len(agreed.members) <= len(agreed.lost):  # they may be more than half, and train
+            raise MembershipLostError(
+                f"Rank {me} cannot go on: rank(s) {', '.join(map(str, begun))} have begun again just before another "
+                "one was lost, and go on without this one. Start it again if the job lets replicas join."
+            )
         return agreed, me, self._store if agreed.host == me else None
 
     def _end_former(self) -> None:
@@ -177,7 +184,7 @@ class PeerRecovery(RecoveryPolicy):
         set_repeater(None)
         leave_metrics(self._strategy.lightning_module)
         alike = getattr(exception, "on_every_rank", False)
-        self._newcomers.end(over=alike or self._membership is None)
+        self._newcomers.end(over=alike or (self._membership is None and self._former is None))
         if self._membership is not None and alike:
             # Who hears of a loss before it has raised the same error would go on instead.
             self._strategy.job.await_all(f"error {self._strategy.engine.windows}", lambda: self.changing)
@@ -205,9 +212,10 @@ class PeerRecovery(RecoveryPolicy):
             return output
         manual_steps = self._manual_steps
         adds = backward and (self._strategy.accumulates_locally or not module.automatic_optimization)
-        gradients = gradients_of(module) if adds and self._membership is not None else None
 
         def inside() -> T:
+            # Here: a loss changes their weights, and the repeated step may break again.
+            gradients = gradients_of(module) if adds and self._membership is not None else None
             try:
                 with self._collectives.plain(), self._step():
                     return operation()
@@ -217,11 +225,22 @@ class PeerRecovery(RecoveryPolicy):
                 raise
 
         def missed(others: MissedWork) -> bool:
-            if self._manual_steps > manual_steps:
+            if others.step:
+                self._count_steps(others.manual_steps)
+                return True
+            if stepped := self._manual_steps > manual_steps:
                 _warn_of_rest(self._strategy.trainer.global_step)
-            return others.step or self._manual_steps > manual_steps
+            return stepped
 
         return self._until_done(inside, missed, instead)
+
+    def _count_steps(self, others: int) -> None:
+        """Count steps of optimizers within ``training_step`` that other ranks have taken for this one."""
+        self._manual_steps += others
+        progress = self._strategy.trainer.fit_loop.epoch_loop.manual_optimization.optim_step_progress
+        for _ in range(others):
+            progress.increment_ready()
+            progress.increment_completed()
 
     def exchange(self, operation: Callable[[], T]) -> T | None:
         """Run what follows a step between replicas, again after a loss unless the others have completed it."""
@@ -230,8 +249,11 @@ class PeerRecovery(RecoveryPolicy):
             with self._collectives.plain():
                 return operation()
 
+        def count() -> None:
+            self._strategy.engine.count_exchange()  # the one of the ranks that remain
+
         self.recover_if_changing()
-        return self._until_done(inside, lambda missed: missed.exchange, lambda: None)
+        return self._until_done(inside, lambda missed: missed.exchange, count)
 
     def recover_if_changing(self) -> bool:
         """See :class:`~lightning_hetero.strategies.recovery_policy.RecoveryPolicy`. The others wait for this rank."""
@@ -247,7 +269,7 @@ class PeerRecovery(RecoveryPolicy):
             try:
                 return operation()
             except RuntimeError as error:
-                if self._in_step or self._membership is None or not is_communication_error(error):
+                if self._in_step or self._membership is None or not _is_of_others(error):
                     raise
                 if missed(self._recover(began)):
                     return instead()
@@ -289,7 +311,7 @@ class PeerRecovery(RecoveryPolicy):
                 missed, counted = self._rejoin(agreed, own, lost, known, of_own_streams)
                 break
             except RuntimeError as error:  # one more was lost meanwhile
-                if not is_communication_error(error):
+                if not _is_of_others(error):
                     raise
                 if time.monotonic() - began > limit:
                     raise unreachable_members(me, limit, agreed.number, error) from error
@@ -314,7 +336,7 @@ class PeerRecovery(RecoveryPolicy):
             accounting.loaders.next_step(),
             accounting.reports_applied,
         )
-        return Progress(*come, accounting.step, accounting.met if engine.lockstep else 0)
+        return Progress(*come, accounting.step, accounting.met if engine.lockstep else 0, self._manual_steps)
 
     def _rejoin(
         self,
@@ -339,7 +361,8 @@ class PeerRecovery(RecoveryPolicy):
             reports = [progress.reports for progress in all_progress]
             repartition = Repartition(former_ranks, max(progress.draw for progress in all_progress), max(reports))
             replica = [all_progress[rank] for rank in job.view.replica.ranks]
-            step = own.step < max(progress.step for progress in replica)
+            furthest = max(replica, key=lambda progress: progress.step)
+            step, manual_steps = own.step < furthest.step, furthest.manual_steps - own.manual_steps
             exchange = strategy.engine.lockstep and own.exchanges < max(progress.exchanges for progress in all_progress)
             if own_data := strategy.accounting.loaders.own_streams:
                 of_own_streams[before.number] = strategy.accounting.drawn_for_others(former_ranks, step)
@@ -348,7 +371,8 @@ class PeerRecovery(RecoveryPolicy):
             strategy.copy_states([progress.step for progress in all_progress])
             drawn = sum(of_own_streams.values()) if own_data else None
             alike = job.view.ranks_leave
-            return MissedWork(step, exchange), count_lost_samples(lost, known, all_progress, self._past, alike, drawn)
+            missed = MissedWork(step, exchange, manual_steps)
+            return missed, count_lost_samples(lost, known, all_progress, self._past, alike, drawn)
 
     def _tell(self, lost: dict[int, str], counted: LostSamples, seconds: float) -> None:
         view, step = self._strategy.job.view, self._strategy.trainer.global_step
@@ -357,6 +381,11 @@ class PeerRecovery(RecoveryPolicy):
         change = MembershipChange(view.number, lost, *sizes, seconds, samples, step, bound=bound, own_streams=own)
         self.losses.append(change)
         self.losses[-1].warn(view)
+
+
+def _is_of_others(error: BaseException) -> bool:
+    """Whether an error means that others were lost, rather than this rank itself."""
+    return is_communication_error(error) and not isinstance(error, MembershipLostError)
 
 
 def _warn_of_rest(step: int) -> None:

@@ -35,6 +35,7 @@ class Progress(NamedTuple):
         batch: batches that it has trained on.
         met: batches that all ranks had trained on when they last met, as far as it knows; 0 where they do not keep
             step.
+        manual_steps: steps of optimizers within ``training_step``, with manual optimization.
     """
 
     step: int
@@ -44,6 +45,7 @@ class Progress(NamedTuple):
     reports: int
     batch: int
     met: int
+    manual_steps: int = 0
 
 
 #: Of a rank that has left the fit to begin it again with others: nobody goes on from where it was.
@@ -56,10 +58,12 @@ class MissedWork(NamedTuple):
     Attributes:
         step: the running optimizer step; the weights after it are there now.
         exchange: the exchange between replicas that follows a step.
+        manual_steps: steps of optimizers within ``training_step``, where they have taken the running step.
     """
 
     step: bool
     exchange: bool
+    manual_steps: int
 
 
 def catch_up(collectives: CollectiveRetry, all_progress: Sequence[Progress], own: Progress) -> None:
@@ -69,14 +73,22 @@ def catch_up(collectives: CollectiveRetry, all_progress: Sequence[Progress], own
         collectives: has the results of this rank.
         all_progress: of all ranks.
         own: of this rank.
+
+    Raises:
+        MembershipLostError: this rank has missed more of them than others keep.
     """
     calls = [progress.call for progress in all_progress]
     if len(set(calls)) == 1:
         return
     ahead = calls.index(max(calls))
-    results = {number: collectives.results.get(number) for number in range(min(calls), max(calls))}
+    results = {number: result for number, result in collectives.results.items() if number >= min(calls)}
     results = value_of_rank(results, ahead)
     missed = {number: result for number, result in results.items() if number >= own.call}
+    if len(missed) < calls[ahead] - own.call:
+        raise MembershipLostError(
+            f"This rank cannot go on: it has missed {calls[ahead] - own.call} collectives, such as broadcasts, that "
+            f"others have completed, and they keep the results of the latest {collectives.KEPT} only. The others go on."
+        )
     collectives.received.update(missed)
 
 

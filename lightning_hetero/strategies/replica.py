@@ -273,10 +273,9 @@ class ReplicaStrategy(HeteroStrategy):
         return CheckpointIdentity(type(self).__name__, self.saved_as or type(self.averager).__name__)
 
     @override
-    @saving.retry_on_peer_loss
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+    def _save(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None) -> None:
         if self.averager is None or isinstance(self.averager, BufferAverager) or self.collectives.alone():
-            super().save_checkpoint(checkpoint, filepath, storage_options)
+            super()._save(checkpoint, filepath, storage_options)
             return
         precision = self.precision_plugin.state_dict()
         if saving.others_join(self.checkpoint_io):
@@ -284,7 +283,7 @@ class ReplicaStrategy(HeteroStrategy):
             view = self.engine.view
             add_replicas(checkpoint, self._identity(), view, "", self._seen(), self.columns is not None)
             self.weight_averages.save(checkpoint)
-            super().save_checkpoint(checkpoint, filepath, storage_options)
+            super()._save(checkpoint, filepath, storage_options)
             return
         io = self.checkpoint_io
         flat = io.snapshot.vector if isinstance(io, BackgroundWriter) and self.columns is None else None
@@ -298,7 +297,7 @@ class ReplicaStrategy(HeteroStrategy):
                     shard = shards.shard_path(filepath, self._state_name(), save)
                     state = saving.on_cpu(io, {"format": FORMAT, "state": own})
                     io.save_checkpoint(state, shard, storage_options=storage_options)
-            super().save_checkpoint(checkpoint, filepath, storage_options)  # last, so that it never lacks a shard
+            super()._save(checkpoint, filepath, storage_options)  # last, so that it never lacks a shard
 
     def _seen(self) -> dict[str, Any]:
         """This rank's training loss, and logged metrics, as far as averagers have yet to see them."""

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import wraps
 from typing import Any
 
 from lightning.fabric.plugins import CheckpointIO
@@ -47,26 +46,25 @@ def atomic(io: CheckpointIO | None) -> CheckpointIO:
     return io
 
 
-def retry_on_peer_loss(save: Callable[..., None]) -> Callable[..., None]:
-    """A method that saves a checkpoint, once more if ranks were lost meanwhile: rank 0 may have been the one to write.
+def retry_on_peer_loss(strategy: JobStrategy, save: Callable[[], None]) -> None:
+    """Save a checkpoint, again if ranks were lost meanwhile: rank 0 may have been the one to write.
 
     Args:
-        save: the method of a strategy (collective).
+        strategy: of the fit.
+        save: saves it (collective).
     """
-
-    @wraps(save)
-    def saved(self: JobStrategy, *args: Any, **kwargs: Any) -> None:
-        before = self.recovery.view_number
-        save(self, *args, **kwargs)
+    while True:
+        before = strategy.recovery.view_number
+        save()
         if before is None:
             return
         # All go by what they have gathered. A loss within that has come to some before they know its outcome, and to
         # others after.
-        views = gather((before, self.recovery.view_number), "what was saved")
-        if any(since != then for then, since in views):
-            save(self, *args, **kwargs)
-
-    return saved
+        views = gather((before, strategy.recovery.view_number), "what was saved")
+        if all(since == then for then, since in views):
+            return
+        if isinstance(io := strategy.checkpoint_io, BackgroundWriter):
+            io.forget()
 
 
 @contextmanager

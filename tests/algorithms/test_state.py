@@ -197,6 +197,22 @@ def test_unfrozen_and_frozen_parameters() -> None:
     assert carry(before, read(before), LayoutChange(before.replica, after))["slow"][0].tolist() == [1.0, 1.0]
 
 
+def test_excluded_parameters_that_are_unfrozen_join_only_what_has_excluded_values() -> None:
+    module = model()
+    module[0].requires_grad_(False)
+    before, links = Everything(), SimpleNamespace(count=1, index=0, lay_out=lambda layout: None)
+    before.setup(Replica(module, excluded=["0.*"]), links, list, FitInfo())  # type: ignore[arg-type]
+    module[0].requires_grad_(True)
+    change = LayoutChange(before.replica, before.replica.with_current_trainable())
+    assert (len(change.new.layout), change.new.included) == (2, 1)
+    state = carry(before, read(before), change)
+    assert {name: [v.tolist() for v in state[name]] for name in ("momentum", "slow", "reference")} == {
+        "momentum": [[0.0, 0.0]],
+        "slow": [[2.0, 2.0]],
+        "reference": [[2.0, 2.0], [1.0, 1.0]],
+    }
+
+
 def test_state_before_a_fit_and_of_another_algorithm() -> None:
     with pytest.raises(AttributeError, match=r"Everything\.momentum is state, which is there from the beginning of a"):
         _ = Everything().momentum

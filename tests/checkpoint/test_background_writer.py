@@ -1,12 +1,15 @@
 """Saves in the background when ranks are lost: all ranks leave out a save that only some have begun."""
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from ranks import run
 
 from lightning_hetero.checkpoint.writer import AtomicCheckpointIO, BackgroundWriter
+from lightning_hetero.strategies.saving import retry_on_peer_loss
 
 
 def _some_had_begun(folder: str) -> tuple[bool, bool, bool]:
@@ -34,3 +37,32 @@ def test_a_save_that_some_had_begun_is_left_out(tmp_path: Path) -> None:
     assert run(_some_had_begun, 2, str(tmp_path), timeout=60) == [(False, True, False), (True, True, False)]
     assert not (tmp_path / "first-0.ckpt").exists()
     assert (tmp_path / "second-0.ckpt").exists()
+
+
+def _saved_again(folder: str) -> int:
+    """A rank is lost while all save, so that they save once more; then it is written."""
+    dist.init_process_group("gloo")
+    rank, attempts = dist.get_rank(), list[int]()
+    store = dist.PrefixStore("saves", dist.distributed_c10d._get_default_store())
+    writer = BackgroundWriter(AtomicCheckpointIO(), store, limit=5.0)
+    strategy: Any = SimpleNamespace(recovery=SimpleNamespace(view_number=0), checkpoint_io=writer)
+
+    def save() -> None:
+        attempts.append(len(attempts) + 1)
+        writer.save_checkpoint({"value": torch.ones(2)}, f"{folder}/shard-{rank}-{attempts[-1]}.ckpt")
+        if rank == 0:
+            writer.save_checkpoint({"attempt": attempts[-1]}, f"{folder}/all.ckpt")
+        strategy.recovery.view_number = 1
+
+    retry_on_peer_loss(strategy, save)
+    writer.launch(lambda: None)
+    writer.complete()
+    assert not writer.agree()
+    return len(attempts)
+
+
+def test_a_save_that_is_made_once_more_is_written_once(tmp_path: Path) -> None:
+    """Else the first attempt's checkpoint would be there before the shards of all ranks are."""
+    assert run(_saved_again, 2, str(tmp_path), timeout=60) == [2, 2]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["all.ckpt", "shard-0-2.ckpt", "shard-1-2.ckpt"]
+    assert torch.load(tmp_path / "all.ckpt", weights_only=True) == {"attempt": 2}

@@ -39,7 +39,7 @@ class Begun(pl.Callback):
     def on_train_start(self, trainer: pl.Trainer, module: Any) -> None:
         self.momenta = _momenta(trainer.optimizers[0])
         averager = getattr(trainer.strategy, "averager", None)
-        outer = averager.outer_steps[0].optimizer if isinstance(averager, OuterAverager) else None
+        outer = averager.outer_steps.of_fragments[0].optimizer if isinstance(averager, OuterAverager) else None
         self.outer = [] if outer is None else _momenta(outer)
         self.best = averager.schedule.best if hasattr(averager, "schedule") else None
 

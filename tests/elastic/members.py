@@ -26,11 +26,14 @@ def offer(number: int) -> list[Any]:
 
 
 class Threads:
-    """All members in this process. ``called`` has the calls of ``on_change``, ``done`` the steps, of each member."""
+    """All members in this process. ``called`` counts the calls of ``on_change``; ``done`` are steps of each.
+
+    ``called_at`` says when each was first called.
+    """
 
     def __init__(self, units: Sequence[Sequence[int]], terms: MembershipTerms = TERMS) -> None:
         ids = [member for unit in units for member in unit]
-        self.called, self.done = dict.fromkeys(ids, 0), dict.fromkeys(ids, 0)
+        self.called, self.done, self.called_at = dict.fromkeys(ids, 0), dict.fromkeys(ids, 0), dict[int, float]()
         self.all = {
             one: Membership(
                 one, "127.0.0.1", TOKEN, terms, on_change=self._count(one), offer=offer, steps=self._done(one)
@@ -44,6 +47,7 @@ class Threads:
     def _count(self, member: int) -> Callable[[], None]:
         def count() -> None:
             self.called[member] += 1
+            self.called_at.setdefault(member, time.monotonic())
 
         return count
 

@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from lightning_hetero.elastic.protocol import Member, MembershipTerms
+from lightning_hetero.elastic.protocol import Member, MembershipTerms, ViewProposal
 from lightning_hetero.elastic.quorum import Roster
 
 TICK = 0.3
@@ -32,6 +32,29 @@ class End:
             self.node.world.carry(self, ("closed", {}))
 
 
+class Watched(Member):
+    """A member that records lost members and views; its process ends when it must."""
+
+    environment: "Node"
+
+    def lose(self, member: int, why: str, final: bool = False) -> None:
+        before = self.lost.reasons.get(member)
+        super().lose(member, why, final)
+        if self.lost.reasons.get(member) != before:
+            self.environment.world.lost.append((self.me, member, why))
+
+    def commit(self, proposal: ViewProposal) -> None:
+        before = self.view
+        super().commit(proposal)
+        if self.view is not before:
+            self.environment.world.on_agreed(self.environment)
+
+    def finish(self, text: str) -> None:
+        if self.over is None:
+            self.environment.end_soon()
+        super().finish(text)
+
+
 class Node:
     """A process: its member, its training thread, and its unread messages."""
 
@@ -43,7 +66,7 @@ class Node:
         self.ends: list[End] = []
         self.coming = False
         self.views: list[Roster] = []
-        self.member = Member(me, first, terms, self)
+        self.member = Watched(me, first, terms, self)
         self.slow = 0.0
 
     def now(self) -> float:
@@ -59,10 +82,8 @@ class Node:
     def done(self, time: float) -> int:
         return int((20 + 10 * self.me) * time)
 
-    def note(self, what: str, member: int, why: str = "") -> None:
-        self.world.record_event(self, what, member, why)
-        if what == "over":
-            self.world.after(self.world.random.uniform(0.1, 2.0), self._end)
+    def end_soon(self) -> None:
+        self.world.after(self.world.random.uniform(0.1, 2.0), self._end)
 
     def _end(self) -> None:
         """The process ends, unless it is frozen."""
@@ -129,7 +150,7 @@ class World:
         self.cut: set[frozenset[int]] = set()  # pairs of nodes that cannot reach each other
         self.agreed: dict[tuple[int, int], Any] = {}
         self.lost: list[tuple[int, int, str]] = []  # the reporting node, the lost member, the reason
-        self.on_note: Callable[[Node, str], None] = lambda node, what: None
+        self.on_agreed: Callable[[Node], None] = lambda node: None
         first = Roster(0, -1, tuple(sorted(tuple(unit) for unit in units)))
         self.nodes = {one: Node(self, one, first, terms) for one in first.members}
         for node in self.nodes.values():
@@ -147,11 +168,6 @@ class World:
 
     def delay(self) -> float:
         return self.random.choice([0.001, 0.001, 0.01, 0.05])
-
-    def record_event(self, node: Node, what: str, member: int, why: str) -> None:
-        self.on_note(node, what)
-        if what == "lost":
-            self.lost.append((node.me, member, why))
 
     def _turns(self, node: Node) -> None:
         node.turn()

@@ -123,6 +123,15 @@ def test_who_does_not_fit_is_told_why(requests: JoinRequests) -> None:
     assert requests.waiting == 0
 
 
+def test_the_seat_of_another_version_is_not_read(requests: JoinRequests) -> None:
+    """It is refused for its version, and those that come after it are heard."""
+    seat = ["node", 0, 1, "what a later version adds"]
+    with pytest.raises(JoinRefusedError, match="does not let this process in: another version"):
+        request_to_join(requests.address, {"problem": "another version", "seat": seat}, LIMIT, lambda: None)
+    Asks(requests.address).start()
+    _until(lambda: requests.waiting == 1)
+
+
 def _silent(requests: JoinRequests) -> tuple[MessageTransport, MessageLink]:
     """A process that asks, and then sends nothing."""
     wire, link = join_requests._reached(requests.address)

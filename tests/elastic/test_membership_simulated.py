@@ -89,7 +89,7 @@ def test_coordinator_dies_while_it_proposes(seed: int, when: str) -> None:
     if when == "offer":
         first.offer = lambda number: world.kill(0)  # type: ignore[method-assign]
     else:
-        world.on_note = lambda node, what: world.kill(0) if what == "agreed" and node is first else None
+        world.on_agreed = lambda node: world.kill(0) if node is first else None
     world.kill(3)
     world.run(15.0)
     check_views(world)
@@ -126,7 +126,7 @@ def test_the_network_breaks_in_another_place_while_a_view_is_made(seed: int, whe
     if when == "proposed":
         first.offer = lambda number: breaks()  # type: ignore[method-assign]
     else:
-        world.on_note = lambda node, what: breaks() if what == "agreed" and node is first else None
+        world.on_agreed = lambda node: breaks() if node is first else None
     for one in (3, 4):
         world.nodes[one].slow = 6.0  # they notice only after the change of the network that they are too few
     world.part([3, 4])

@@ -18,23 +18,24 @@ def _saves(
         lost: when this rank learns of a loss: "never", while it "saves", or while ranks "gather".
         others: values of other ranks.
     """
-    strategy: Any = SimpleNamespace(recovery=SimpleNamespace(view_number=3))
-    saves, sent = [], []
+    strategy: Any = SimpleNamespace(recovery=SimpleNamespace(view_number=3), checkpoint_io=None)
+    saves, sent, theirs = [], [], list(others or [])
 
     def gather(value: tuple[int, int], what: str) -> list[tuple[int, int]]:
         sent.append(value)
         if lost == "gather":
             strategy.recovery.view_number = 4
-        return [value, *(others or [])]
+        views = [value, *theirs]
+        theirs[:] = [(4, 4) for _ in theirs]
+        return views
 
-    @saving.retry_on_peer_loss
-    def save(strategy: Any) -> None:
+    def save() -> None:
         saves.append(strategy.recovery.view_number)
         if lost == "saves":
             strategy.recovery.view_number = 4
 
     monkeypatch.setattr(saving, "gather", gather)
-    save(strategy)
+    saving.retry_on_peer_loss(strategy, save)
     return len(saves), sent[0]
 
 
