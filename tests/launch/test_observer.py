@@ -101,5 +101,5 @@ def test_the_error_of_rank_zero_does_not_wait_for_its_children(tmp_path: Path, c
     took, ended = (float((tmp_path / name).read_text()) for name in ("took", "ended"))
     assert took < 5  # who hears of it only then would wait for 10 s
     said = (tmp_path / "stderr").read_text()
-    assert ("local rank 1 was killed by signal 9" in said) == bool(children)  # and yet it is told
+    assert ("was killed by signal 9" in said) == bool(children)  # and yet it is told which one is seen to end first
     assert ended < 9 or children  # nothing to wait for
