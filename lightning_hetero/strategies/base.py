@@ -433,7 +433,8 @@ class HeteroStrategy(JobStrategy):
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        saving.retry_on_peer_loss(self, lambda: self._save(checkpoint, filepath, storage_options))
+        again = partial(self._save, checkpoint, filepath, storage_options)
+        saving.retry_on_peer_loss(self.recovery, self.checkpoint_io, again)
 
     def _save(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None) -> None:
         """Save a checkpoint (collective). It may be called again."""

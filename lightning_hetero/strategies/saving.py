@@ -34,6 +34,7 @@ from lightning_hetero.replicas.sharding import is_sharded
 from lightning_hetero.strategies.capacity import Capacity
 from lightning_hetero.strategies.job import JobStrategy
 from lightning_hetero.strategies.position import begin_next_epoch, refetch_between_epochs, refetch_if_moved
+from lightning_hetero.strategies.recovery_policy import RecoveryPolicy
 from lightning_hetero.strategies.trainer_checks import restore_trainable
 
 
@@ -46,24 +47,25 @@ def atomic(io: CheckpointIO | None) -> CheckpointIO:
     return io
 
 
-def retry_on_peer_loss(strategy: JobStrategy, save: Callable[[], None]) -> None:
+def retry_on_peer_loss(recovery: RecoveryPolicy, io: CheckpointIO, save: Callable[[], None]) -> None:
     """Save a checkpoint, again if ranks were lost meanwhile: rank 0 may have been the one to write.
 
     Args:
-        strategy: of the fit.
-        save: saves it (collective).
+        recovery: knows the number of the view.
+        io: writes; what it holds of the former save is dropped.
+        save: saves the checkpoint (collective).
     """
     while True:
-        before = strategy.recovery.view_number
+        before = recovery.view_number
         save()
         if before is None:
             return
         # All go by what they have gathered. A loss within that has come to some before they know its outcome, and to
         # others after.
-        views = gather((before, strategy.recovery.view_number), "what was saved")
+        views = gather((before, recovery.view_number), "what was saved")
         if all(since == then for then, since in views):
             return
-        if isinstance(io := strategy.checkpoint_io, BackgroundWriter):
+        if isinstance(io, BackgroundWriter):
             io.forget()
 
 

@@ -45,16 +45,16 @@ def _saved_again(folder: str) -> int:
     rank, attempts = dist.get_rank(), list[int]()
     store = dist.PrefixStore("saves", dist.distributed_c10d._get_default_store())
     writer = BackgroundWriter(AtomicCheckpointIO(), store, limit=5.0)
-    strategy: Any = SimpleNamespace(recovery=SimpleNamespace(view_number=0), checkpoint_io=writer)
+    recovery: Any = SimpleNamespace(view_number=0)
 
     def save() -> None:
         attempts.append(len(attempts) + 1)
         writer.save_checkpoint({"value": torch.ones(2)}, f"{folder}/shard-{rank}-{attempts[-1]}.ckpt")
         if rank == 0:
             writer.save_checkpoint({"attempt": attempts[-1]}, f"{folder}/all.ckpt")
-        strategy.recovery.view_number = 1
+        recovery.view_number = 1
 
-    retry_on_peer_loss(strategy, save)
+    retry_on_peer_loss(recovery, writer, save)
     writer.launch(lambda: None)
     writer.complete()
     assert not writer.agree()

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from lightning_hetero.checkpoint.format import AtomicCheckpointIO
 from lightning_hetero.strategies import saving
 
 
@@ -18,24 +19,24 @@ def _saves(
         lost: when this rank learns of a loss: "never", while it "saves", or while ranks "gather".
         others: values of other ranks.
     """
-    strategy: Any = SimpleNamespace(recovery=SimpleNamespace(view_number=3), checkpoint_io=None)
+    recovery: Any = SimpleNamespace(view_number=3)
     saves, sent, theirs = [], [], list(others or [])
 
     def gather(value: tuple[int, int], what: str) -> list[tuple[int, int]]:
         sent.append(value)
         if lost == "gather":
-            strategy.recovery.view_number = 4
+            recovery.view_number = 4
         views = [value, *theirs]
         theirs[:] = [(4, 4) for _ in theirs]
         return views
 
     def save() -> None:
-        saves.append(strategy.recovery.view_number)
+        saves.append(recovery.view_number)
         if lost == "saves":
-            strategy.recovery.view_number = 4
+            recovery.view_number = 4
 
     monkeypatch.setattr(saving, "gather", gather)
-    saving.retry_on_peer_loss(strategy, save)
+    saving.retry_on_peer_loss(recovery, AtomicCheckpointIO(), save)
     return len(saves), sent[0]
 
 
