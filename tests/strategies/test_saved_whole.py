@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from lightning_hetero.checkpoint.format import AtomicCheckpointIO
+from lightning_hetero.checkpoint.writer import AtomicCheckpointIO
 from lightning_hetero.strategies import saving
 
 
