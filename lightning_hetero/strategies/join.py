@@ -57,7 +57,7 @@ from lightning_hetero.strategies.job import JobStrategy
 from lightning_hetero.strategies.numbering import launched
 from lightning_hetero.strategies.options import Options
 from lightning_hetero.strategies.recovery_policy import JoinTicket, MembershipChange, Newcomers
-from lightning_hetero.strategies.signals import TERMINATED, sigterm_noted
+from lightning_hetero.strategies.signals import TERMINATED, sigterm_recorded
 from lightning_hetero.strategies.trainer_checks import settings, unjoinable
 from lightning_hetero.version import __version__
 
@@ -511,7 +511,7 @@ class ElasticJoin(Newcomers):
         """Call a function of the Trainer, and begin a fit again where ranks join it."""
         strategy, again, asked = self._strategy, None, 0
         self.terminated = False
-        with sigterm_noted(self.note_sigterm):
+        with sigterm_recorded(self.note_sigterm):
             while True:
                 try:
                     if again is not None:

@@ -170,7 +170,7 @@ def end_at_once(trainer: "pl.Trainer") -> None:
 
 
 @contextmanager
-def sigterm_noted(note: Callable[[], bool]) -> Iterator[None]:
+def sigterm_recorded(note: Callable[[], bool]) -> Iterator[None]:
     """Note SIGTERM where no fit handles it: while one ends, to begin again with others.
 
     Lightning puts its handler before the one that it finds, and puts that back when a fit ends: there is no moment

@@ -68,7 +68,7 @@ def test_the_handler_that_was_there_is_put_back_and_asked() -> None:
     before = signal.signal(signal.SIGTERM, lambda *_: asked.append("before"))
     try:
         theirs = signal.getsignal(signal.SIGTERM)
-        with join.sigterm_noted(lambda: bool(noted)):
+        with join.sigterm_recorded(lambda: bool(noted)):
             signal.raise_signal(signal.SIGTERM)
             noted.append("here")
             signal.raise_signal(signal.SIGTERM)
