@@ -3,15 +3,18 @@
 import math
 import threading
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from homes import LIMIT
+from typing_extensions import override
 
 from lightning_hetero.comm.all_reduce import ReplicaLinks
-from lightning_hetero.comm.centers.base import Center, CenterLayout, PushPull
+from lightning_hetero.comm.centers.base import Center, CenterLayout, CenterPart, CenterRule, PushPull
 from lightning_hetero.comm.centers.client import CenterClient
+from lightning_hetero.comm.centers.shared import SharedCenter
 from lightning_hetero.comm.groups import Groups
 
 SHAPES = [(70_001, torch.float32), (7, torch.float64), (1, torch.float32)]  # more than a chunk; odd; one
@@ -65,8 +68,20 @@ def by_turns(
 EXCHANGES = 60
 
 
+class PausingRule(CenterRule):
+    """Pauses between the first vector and the others, so that an exchange without a lock can be seen half done."""
+
+    @override
+    def move(self, values: Sequence[torch.Tensor], center: Sequence[torch.Tensor], push: float, square: float) -> None:
+        super().move(values[:1], center[:1], push, square)
+        time.sleep(1e-3)
+        super().move(values[1:], center[1:], push, square)
+
+
 def crowd(center: Center, layout: CenterLayout) -> tuple[list[torch.Tensor], int, list[int], State | None]:
     """Exact sums (whole numbers, ``push = 1``): this rank's additions, its torn exchanges, its counts, the center."""
+    if isinstance(center, SharedCenter):
+        center.parts = (CenterPart(PausingRule()),)
     center.open(filled(0, 0, 0))
     added, torn, counts = [value.double() for value in filled(0, 0, 0)], 0, []
     dist.barrier()

@@ -46,8 +46,8 @@ def begins_elsewhere(function: Callable[..., Any], *args: Any) -> Any:
 
 def keeps_what_was_validated(function: Callable[..., Any], *args: Any) -> Any:
     def kept(watch: Watch, trainer: pl.Trainer, module: pl.LightningModule, *_: Any) -> None:
-        if watch.seen.metrics and trainer.global_step % 2 == 0:
-            torch.nn.utils.vector_to_parameters(watch.seen.validated[-1].clone(), module.parameters())
+        if watch.record.metrics and trainer.global_step % 2 == 0:
+            torch.nn.utils.vector_to_parameters(watch.record.validated[-1].clone(), module.parameters())
 
     return _patched(Watch, "on_train_batch_start", kept, function, *args)
 
