@@ -2,9 +2,8 @@
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from statistics import median
 from typing import Any, Literal
 
@@ -12,19 +11,17 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_hetero.algorithms.async_center import AsyncCenterAverager, ExchangeRates, Views, check_home
+from lightning_hetero.algorithms.async_center import AsyncCenterAverager, Views, check_home
 from lightning_hetero.algorithms.base import Outcome, StepContext
 from lightning_hetero.algorithms.fragments import Fragments, partition
-from lightning_hetero.algorithms.outer_rules import MOMENTUM_RULES, OuterRule, RoundStep
+from lightning_hetero.algorithms.outer_rules import MOMENTUM_RULES, OuterRule
 from lightning_hetero.algorithms.state import Own, PerReplica, Scratch, Shared, model_values, zeros
 from lightning_hetero.argument_checks import at_least_one, is_number, one_of, outer_rates
 from lightning_hetero.comm.centers.base import CenterPart
 from lightning_hetero.comm.centers.client import CenterOptions
-from lightning_hetero.comm.centers.rounds import Quorum
 from lightning_hetero.comm.columns import Layout
 from lightning_hetero.comm.compression import Feedback, check_wire
 from lightning_hetero.errors import CheckpointError, ConfigurationError
-from lightning_hetero.replicas.vectors import Replica
 
 
 @dataclass
@@ -49,12 +46,7 @@ class OuterAsyncAverager(AsyncCenterAverager):
     With ``momentum_rule="look_ahead"`` the momentum moves the center at each arrival, and replicas go on ahead of the
     center; ``"heloco"`` also turns stale arrivals towards the momentum.
 
-    With a ``quorum`` the replicas take the same local steps, and each waits until so many have brought theirs::
-
-        s <- sum_i w_i (x_i - c_i);  m <- mu m + s;  c <- c + lr (s + mu m);  x_i <- c
-
-    One that is late does not wait: it goes on from the center as it is, and what it has brought takes part in the next
-    outer step. So each local step moves the center once.
+    With a ``quorum`` it is :class:`~lightning_hetero.algorithms.diloco_quorum.QuorumAverager`.
 
     With ``fragments`` a replica brings a part of the model at a time, in turn, and each part of the center moves by its
     own arrivals.
@@ -156,7 +148,12 @@ class OuterAsyncAverager(AsyncCenterAverager):
     @property
     def rule_name(self) -> str:
         """The rule of the outer step, which gives the center's momentum and sum their meaning."""
-        return f"momentum_rule={self.momentum_rule!r}" if self.quorum is None else "a quorum"
+        return f"momentum_rule={self.momentum_rule!r}"
+
+    @property
+    def outer_rule(self) -> Callable[..., OuterRule]:
+        """Makes the rule of the outer step, from the arguments of :class:`OuterRule`."""
+        return MOMENTUM_RULES[self.momentum_rule]
 
     def make_feedback(self) -> Feedback | None:
         """Memory for what messages of this replica leave out; ``None``: they leave out nothing."""
@@ -168,26 +165,15 @@ class OuterAsyncAverager(AsyncCenterAverager):
     @override
     def center_options(self, views: Callable[[slice], Views]) -> CenterOptions:
         made, left_out = [], [] if self.feedback is None else self.feedback.sent
-        rule: Callable[..., OuterRule] = MOMENTUM_RULES[self.momentum_rule]
-        if self.quorum is not None:
-            rule = partial(RoundStep, Quorum(self.quorum, self.patience))
         for p, (vectors, replica) in enumerate(self._parts):
-            rule_of_part = rule(self.links.count, self.outer_lr, self.outer_momentum, views(vectors), p, vectors)
-            known, lengths = self.begun_from[vectors], replica.parameter_lengths
-            made.append(CenterPart(rule_of_part, known, lengths, left_out[vectors]))
+            rule = self.outer_rule(self.links.count, self.outer_lr, self.outer_momentum, views(vectors), p, vectors)
+            made.append(CenterPart(rule, self.begun_from[vectors], replica.parameter_lengths, left_out[vectors]))
         return CenterOptions(self.center, wire=self.wire, parts=made)
 
     @override
     def prepare(self) -> Outcome | None:
-        survives = hasattr(self, "_parts")  # a loss, after which all that remain are the quorum
         self._parts = [(vectors, self.replica.part(vectors)) for vectors in self.replica.fragments]
         self._given = [torch.empty_like(value) for value in self.last_center]
-        self._lost = False  # replicas, just now
-        self._late = self.late  # as this replica last saw it
-        if (self.quorum or 0) > self.links.count and not survives:
-            raise ConfigurationError(
-                f"quorum={self.quorum}: there are {self.links.count} replicas. Use at most as many."
-            )
         return super().prepare()
 
     @property
@@ -212,19 +198,19 @@ class OuterAsyncAverager(AsyncCenterAverager):
     def before_save(self) -> None:
         super().before_save()
         self._resumed = math.nan
-        self._late = self.late
 
     @override
     def consensus(self, context: StepContext) -> list[Tensor]:
         self.before_save()
         values = [value.to("cpu", old.dtype) for value, old in zip(self.replica.pack(), self.reference, strict=True)]
-        known = values, self.begun_from, self.last_center, self.gradient_sum
-        own, begun, now, waiting = (self.replica.views(flats)[0] for flats in known)
-        for value, start, center, late in zip(own, begun, now, waiting, strict=False):  # the last ones may be excluded
-            value.add_(center - start)
-            if self.quorum is not None:
-                value.add_(late)  # it has arrived, and its round is open
+        self.add_arrived(values)
         return self.links.average(values, context.samples_per_replica, self.reference).mean
+
+    def add_arrived(self, values: Sequence[Tensor]) -> None:
+        """Add to the parameters in vectors what others have brought to the center since this replica came to it."""
+        own, begun, now = (self.replica.views(flats)[0] for flats in (values, self.begun_from, self.last_center))
+        for value, start, center in zip(own, begun, now, strict=False):  # the last ones may be excluded
+            value.add_(center - start)
 
     @override
     def join_values(self, context: StepContext) -> list[Tensor]:
@@ -234,28 +220,21 @@ class OuterAsyncAverager(AsyncCenterAverager):
     def before_step(self, context: StepContext) -> None:
         if self.last_step < 0:
             self.last_step = context.step
-            if self.quorum is not None:
-                self.visits, self.visits_before = 0, self._visits_by(context.step)
 
     @override
     def after_step(self, context: StepContext) -> Outcome | None:
         if not math.isnan(self._resumed):
             self._seconds = [*self._seconds[-63:], time.perf_counter() - self._resumed]
         outcome = None
-        while self._is_due(context.step):
+        while self.visit_is_due(context.step):
             self._visit(context)
             outcome = Outcome(exchanged=True)
         self._resumed = time.perf_counter()
         return outcome
 
-    def _is_due(self, step: int) -> bool:
-        if self.quorum is not None:  # at the same steps everywhere, so that nobody waits for one that will not come
-            return self.visits_before + self.visits < self._visits_by(step)
+    def visit_is_due(self, step: int) -> bool:
+        """Whether this replica comes to the center after this step."""
         return step - self.last_step >= self._steps_to_next()
-
-    def _visits_by(self, step: int) -> int:
-        """Visits of a replica in a fit with a quorum."""
-        return ((step + 1) * len(self._parts) - 1) // self.tau
 
     def _steps_to_next(self) -> int:
         """Steps from a visit to the next one: those of all fragments come to the local steps."""
@@ -263,13 +242,19 @@ class OuterAsyncAverager(AsyncCenterAverager):
         return (turn + 1) * self.local_steps // count - turn * self.local_steps // count
 
     @property
-    def _next_fragment(self) -> tuple[int, tuple[slice, Replica]]:
-        p = (self.visits_before + self.visits + 1) % len(self._parts)
-        return p, self._parts[p]
+    def next_fragment(self) -> int:
+        """Number of the fragment with which this replica comes next."""
+        return (self.visits_before + self.visits + 1) % len(self._parts)
+
+    @property
+    def next_round(self) -> int:
+        """Number of the round in which its next visit takes part; 0: there are no rounds."""
+        return 0
 
     def _visit(self, context: StepContext) -> None:
         """Bring the outer gradient of the next fragment to the center, and go on from there."""
-        p, (vectors, replica) = self._next_fragment
+        p = self.next_fragment
+        vectors, replica = self._parts[p]
         moved, begun_from = self._given[vectors], self.begun_from[vectors]
         speeds, late = torch.zeros_like(self.speeds), torch.zeros_like(self.late)
         self._packed[vectors] = packed = replica.pack(self._packed[vectors])
@@ -285,8 +270,8 @@ class OuterAsyncAverager(AsyncCenterAverager):
                 out.zero_()
         speeds[self.links.index] = 1 / median(self._seconds) if self._seconds else 0.0
         late[self.links.index] = 1
-        seen = self._client.push_pull([*moved, speeds, late], push, p, self._rounds_of(p, self.visits + 1))()
-        self._late = late
+        seen = self._client.push_pull([*moved, speeds, late], push, p, self.next_round)()
+        self.observe_late(late)
         self._rates.observe(seen.counts)
         self._distance = math.sqrt(seen.square)
         for start, value in zip(begun_from, moved, strict=True):
@@ -295,24 +280,20 @@ class OuterAsyncAverager(AsyncCenterAverager):
             replica.unpack(begun_from)
         else:
             self.restart_from(self.begun_from)
-        self.visits, self.last_step, self.local_steps = self.visits + 1, context.step, self._steps_by(speeds)
+        self.visits, self.last_step, self.local_steps = self.visits + 1, context.step, self.steps_by(speeds)
 
-    def _rounds_of(self, p: int, visits: int) -> int:
-        """Of so many visits in this fit, those with a fragment."""
-        count, before = len(self._parts), self.visits_before
-        skip = count - (p or count)
-        return (before + visits + skip) // count - (before + skip) // count
+    def observe_late(self, late: Tensor) -> None:
+        """Take in, at a visit, how many parts of each replica came after their round."""
 
-    def _steps_by(self, speeds: Tensor) -> int:
+    def steps_by(self, speeds: Tensor) -> int:
         """Local steps by speed; the same on all ranks of the replica, unless each has a shard, and its own table."""
         own, most = float(speeds[self.links.index]), float(speeds.max())
-        follows = self.follow_speed in (None, True) and self.quorum is None  # 0 is False
+        follows = self.follow_speed in (None, True)  # 0 is False
         return max(round(self.tau * own / most), 1) if follows and own and most else self.tau
 
     @override
     def status(self, step: int) -> dict[str, float | str]:
-        late = {} if self.quorum is None else {f"late/replica{i}": float(n) for i, n in enumerate(self._late)}
-        return {**super().status(step), "local_steps": float(self.local_steps), **late}
+        return {**super().status(step), "local_steps": float(self.local_steps)}
 
     @override
     def after_restore(self) -> None:
@@ -322,36 +303,16 @@ class OuterAsyncAverager(AsyncCenterAverager):
                 "another meaning. Resume with the quorum and the momentum_rule of the run that was saved; or load the "
                 "weights into the model, and begin a fit without the checkpoint."
             )
-        begins = self.last_step < 0
-        if self.quorum is not None and not self._lost and (begins or self.local_steps != self.tau):
-            # All are at one step, and no round is open: rounds begin again.
-            if begins:  # the weights that all begin from hold what waited for its outer step
-                self._forget_waiting()
-            self.last_step, self.local_steps = -1, self.tau
-            self.arrivals.zero_()
-            self.closed_rounds.zero_()
-            self.counts = [0] * self.links.count
-            self._rates = ExchangeRates(self.links.index)
-        self._lost, self._late = False, self.late
         super().after_restore()
-
-    def _forget_waiting(self) -> None:
-        for waiting in (*self.gradient_sum, *self.replica.views(self.momentum)[1]):  # there are weights of buffers
-            waiting.zero_()
 
     @override
     def after_loss(self, former: Mapping[str, Any], step: int, context: StepContext) -> None:
         if self.commits >= 0 and self.counts[self.links.index] > self.visits:
             # The center has what the visit has brought, and only its answer was lost: the visit is repeated.
-            _, (vectors, replica) = self._next_fragment
+            vectors, replica = self._parts[self.next_fragment]
             for start, value in zip(self.begun_from[vectors], replica.pack(), strict=True):
                 start.copy_(value)
         self.counts = self.links.gather_of_replicas(self.visits)
-        if self.quorum is not None:  # who waited comes again
-            self.arrivals.zero_()
-            for p, closed in enumerate(self.closed_rounds):
-                closed.clamp_(min=self._rounds_of(p, max(self.counts)))
-        self._lost = True
         super().after_loss(former, step, context)
 
     @override
@@ -360,5 +321,3 @@ class OuterAsyncAverager(AsyncCenterAverager):
         # What replicas have done since they began is in the mean, and must not count twice.
         for start, value in zip(self.begun_from, self.replica.pack(), strict=False):
             start.copy_(value)
-        if self.quorum is not None:  # what waited for its outer step when all last looked
-            self._forget_waiting()

@@ -12,6 +12,7 @@ from lightning_hetero.algorithms.base import Averager
 from lightning_hetero.algorithms.daso import DASOAverager
 from lightning_hetero.algorithms.diloco import OuterAverager
 from lightning_hetero.algorithms.diloco_async import OuterAsyncAverager
+from lightning_hetero.algorithms.diloco_quorum import QuorumAverager
 from lightning_hetero.algorithms.easgd import EAMSGDAverager, ElasticAverager, OverlappedElasticAverager
 from lightning_hetero.algorithms.easgd_async import (
     AsyncElasticAverager,
@@ -307,6 +308,13 @@ class DiLoCoAsyncStrategy(ReplicaStrategy):
 
         trainer = Trainer(strategy=DiLoCoAsyncStrategy(tau=50, outer_lr=0.7), accelerator="cpu", devices=2)
     """
+
+    algorithm: OuterAsyncAverager
+
+    @override
+    def make_averager(self) -> Averager:
+        kind = OuterAsyncAverager if self.algorithm.quorum is None else QuorumAverager
+        return kind(**self.algorithm.options())
 
 
 @with_options_of(MatchedAverager, replica="rank")
