@@ -44,7 +44,7 @@ class DASOAverager(LowBitAverager):
         global_every: first B, in optimizer steps.
         wait: first W, in optimizer steps; 0 is blocking; at most B. ``"auto"``: always the smallest that hides an
             exchange as measured, at most B.
-        max_global_every: largest B.
+        max_global_every: B after a plateau at B = 1.
         patience: looks at the loss without progress that make a plateau.
         threshold: relative fall of the loss that counts as progress.
         schedule_every_n_steps: optimizer steps between two looks at the loss. Default: an epoch.

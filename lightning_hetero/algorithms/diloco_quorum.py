@@ -51,10 +51,10 @@ class QuorumAverager(OuterAsyncAverager):
 
     @override
     def prepare(self) -> Outcome | None:
-        survives = hasattr(self, "_parts")  # a loss, after which all that remain are the quorum
+        begins = not hasattr(self, "_parts")  # else replicas may be lost, and all that remain are the quorum
         self._lost = False  # replicas, just now
         self._late = self.late  # as this replica last saw it
-        if not_none(self.quorum, "the quorum") > self.links.count and not survives:
+        if not_none(self.quorum, "the quorum") > self.links.count and begins:
             raise ConfigurationError(
                 f"quorum={self.quorum}: there are {self.links.count} replicas. Use at most as many."
             )

@@ -459,9 +459,9 @@ class Engine:
             replica.before_overwrite(after_backward)
 
     def take_loss(self, loss: Tensor) -> None:
-        """Take in the loss of a batch, the mean over its samples."""
+        """Take in the loss of a batch, the mean over its samples, which weighs as much as they do in the gradient."""
         if self.averager is not None:
-            self.losses.take(loss, self._accounting.current().samples, self.windows)
+            self.losses.take(loss, self._accounting.weights()[0], self.windows)
 
     @property
     def steps_taken(self) -> int:

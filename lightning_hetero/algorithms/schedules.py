@@ -56,17 +56,29 @@ Phase = Literal["warm-up", "cycling", "cool-down"]
 DEFAULT_STEPS = {"warmup": 100, "cooldown": 0}
 
 
+def with_latest(lasted: Sequence[float], steps: Sequence[float]) -> list[float]:
+    """Durations of the latest five exchanges.
+
+    Args:
+        lasted: those of the ones before, in steps.
+        steps: what each replica measured of the new one, in steps of its own; NaN where unknown. The least counts: the
+            others' include waiting for a replica that was late.
+    """
+    known = [number for number in steps if math.isfinite(number)]
+    return [*lasted[-4:], min(known)] if known else list(lasted)
+
+
 class RateSchedule:
     """B, the steps between two exchanges, and W, the steps that an exchange may take; pure.
 
     When the loss has not fallen by ``threshold`` (relative to its best) for ``patience`` ticks, both are halved, to no
-    less than 1. At B = 1 the next plateau starts over with the rarest exchange, ``max_every``, and W = B / 4.
+    less than 1. At B = 1 the next plateau starts over with B = ``max_every`` and W = B / 4.
 
     Args:
         every: first B, in steps.
         wait: first W, in steps; 0 is blocking; ``"auto"`` (beyond the paper): always the smallest that hides an
             exchange as it has been measured, at most B, and B before anything has been.
-        max_every: largest B.
+        max_every: B after a plateau at B = 1.
         patience: ticks without progress that make a plateau.
         threshold: relative fall of the loss that counts as progress.
 
@@ -117,9 +129,8 @@ class RateSchedule:
         Args:
             steps: what each replica measured, in steps of its own; NaN where unknown; the same on every rank.
         """
-        known = [number for number in steps if math.isfinite(number)]
-        if known:  # the least: the others' include waiting for a replica that was late
-            self.lasted = [*self.lasted[-4:], min(known)]
+        if any(map(math.isfinite, steps)):
+            self.lasted = with_latest(self.lasted, steps)
             self._hide()
 
     def _hide(self) -> None:
@@ -243,9 +254,7 @@ class TauSchedule:
             fragment: its number.
             steps: what each replica measured, in steps of its own; NaN where unknown; the same on every rank.
         """
-        if known := [number for number in steps if math.isfinite(number)]:
-            # The least: the others' include waiting for a replica that was late.
-            self._lasted[fragment] = [*self._lasted[fragment][-4:], min(known)]
+        self._lasted[fragment] = with_latest(self._lasted[fragment], steps)
 
     def settle(self, step: int) -> str | None:
         """Choose tau again, where a round of all fragments is over. It stays if it would change by less than a tenth.

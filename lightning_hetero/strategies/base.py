@@ -278,7 +278,7 @@ class HeteroStrategy(JobStrategy):
         loss = precision.post_backward(loss, module)
         self.post_backward(loss)
         if module.automatic_optimization and lightning_compat.accumulates(trainer):
-            self.step.batch_ended(trainer)
+            self.recovery.retry(lambda: self.step.batch_ended(trainer))
         return loss
 
     @override

@@ -350,11 +350,11 @@ class ReplicaStrategy(HeteroStrategy):
         start, trainer = f"{why} All replicas start from the checkpoint's weights,", self.trainer
         tell = rank_zero_warn if self.ticket is None else rank_zero_info  # that others have joined is no surprise
         if near is None:
-            tell(f"{start} with its optimizers' state.")
+            tell(f"{start} with its optimizers' state. What the algorithm keeps, such as outer momentum, starts over.")
         else:
             tell(
-                f"{start} each with its own optimizers' state, and a new replica with that of the replica with the "
-                "nearest number."
+                f"{start} each with its own optimizers' state, and a replica that has none with that of the one with "
+                "the nearest number."
             )
             for optimizer, saved in zip(self.optimizers, near["optimizers"], strict=True):
                 optimizer_states.restore(optimizer, saved)

@@ -230,7 +230,7 @@ class ResumedFile:
         return problem or {**not_none(state, "a replica's own state"), **saved["ranks"][view.rank]}
 
     def nearest(self, checkpoint: Mapping[str, Any], who: CheckpointIdentity, view: View) -> dict[str, Any] | None:
-        """The state of the nearest replica that is found here, if there are others than were saved (collective).
+        """The state of the nearest replica that is found here, where not each finds its own (collective).
 
         Returns:
             It; ``None`` if one rank finds none.
@@ -239,7 +239,7 @@ class ResumedFile:
             CheckpointError: on every rank, if a shard cannot be read.
         """
         others, error, state = nearest_replicas(checkpoint, who, view), None, None
-        if not others or self.load is None or replica_mismatch(checkpoint, who, view, False) is None:
+        if not others or self.load is None:
             return None
         try:
             load, save = self.load, (section(checkpoint, "replicas") or {})["save"]

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from lightning.pytorch.callbacks import Callback, Timer
+from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler, Timer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
@@ -277,7 +277,7 @@ def unsurvivable(
     callbacks: Iterable[Callback],
     center: str | None,
     strategy: str,
-    module: torch.nn.Module,
+    module: "pl.LightningModule",
 ) -> HeteroError | None:
     """The reason why a fit could not go on without a rank; ``None`` if it can.
 
@@ -292,6 +292,13 @@ def unsurvivable(
     """
     if is_sharded(module) and (why := _shards_need_all(view)) is not None:
         return UnsupportedError(f"on_peer_loss='continue' with a sharded model: {why}")
+    if (meeting := _waits_while_accumulating(view, options, callbacks, module)) is not None:
+        return UnsupportedError(
+            f"on_peer_loss='continue' with {meeting} and accumulated gradients: the ranks of a replica then wait for "
+            "each other in each batch, and one that was accumulated without a lost rank cannot be repeated. Take "
+            "larger batches instead of accumulate_grad_batches, or on_peer_loss='error' with checkpoints to start "
+            "again from."
+        )
     found, least = len(view.units), options.min_replicas
     if found < least:
         what = "ranks" if view.ranks_leave else "replicas"
@@ -325,6 +332,20 @@ def unsurvivable(
             "or use on_peer_loss='error' with checkpoints to start again from."
         )
     return None
+
+
+def _waits_while_accumulating(
+    view: View, options: Options, callbacks: Iterable[Callback], module: "pl.LightningModule"
+) -> str | None:
+    """What lets the ranks of a replica wait for each other in batches that are accumulated, if anything does."""
+    steps = [module.trainer.accumulate_grad_batches]
+    for callback in callbacks:
+        steps += callback.scheduling.values() if isinstance(callback, GradientAccumulationScheduler) else []
+    if not module.automatic_optimization or max(steps) == 1 or max(map(len, view.ranks)) == 1:
+        return None
+    if callable(getattr(module, "batch_weight", None)):
+        return "batch_weight"
+    return "a sharded model" if is_sharded(module) else "on_nan='skip'" if options.on_nan == "skip" else None
 
 
 def _shards_need_all(view: View) -> str | None:

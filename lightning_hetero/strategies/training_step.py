@@ -87,7 +87,7 @@ class TrainingStep:
         self._observer = CollectiveObserver(accounting.timer, several)
         self._idle = IdleSteps(accounting, several)
         self._timer = accounting.timer
-        self._samples = 0.0  # of the replica, in the running window
+        self._samples: dict[int, float] = {}  # of the replica, in each batch of the running window
         self._loss: Tensor | None = None  # of the running backward pass
         self._weight: float | None = None  # of the loss in the running backward pass; 0 if its samples are left out
         self._logged: Any | None = None  # the Trainer's collection of logged values
@@ -153,7 +153,7 @@ class TrainingStep:
             What the training step has returned.
         """
         module, drawn = trainer.lightning_module, self._accounting.current()
-        self._samples += drawn.total
+        self._samples[self._accounting.step] = drawn.total
         self._batches, self._run = batches_of(batch, len(drawn.pass_sizes)), run
         self._pass, self._mean = 0, None
         self._logging.begin(drawn.pass_sizes)
@@ -275,7 +275,7 @@ class TrainingStep:
         self._loss = None if self._none else mean * windows
         own, total = self._finite.count(loss, before, total, not self._none, drawn.in_passes)
         if self._none and not self._finite.asks:  # of a replica of one rank
-            own, self._samples = 0.0, self._samples - self._accounting.current().total
+            own = self._samples[self._accounting.step] = 0.0
         left_out = own < before and (total or self._none)
         if left_out:  # what hooks log from now on counts as little as its samples
             self._counted = 0.0
@@ -334,7 +334,7 @@ class TrainingStep:
             output = closure()
             self._engine.before_overwrite()  # also without a backward pass
             # Padding only: momentum and weight decay would move the replica all the same.
-            left_out = self._finite.skips_step(module, scaled, optimizer) or self._samples == 0
+            left_out = self._finite.skips_step(module, scaled, optimizer) or not any(self._samples.values())
             if left_out:
                 zero_gradients(optimizer)
             if self._finite.shard_traffic is not None and self._survives:
@@ -373,7 +373,7 @@ class TrainingStep:
 
     def window_ended(self) -> None:
         """An optimizer has stepped (with manual optimization, however often); after :meth:`batch_ended`."""
-        self._samples = 0.0
+        self._samples = {}
         self._engine.window_ended()
 
     def continue_from(self, former: "TrainingStep") -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import lightning.pytorch as pl
 import numpy as np
 import pytest
+import torch
 from lightning.pytorch.callbacks import Checkpoint
 from ranks import run
 from tasks import FAST, Net, dataset
@@ -75,6 +76,29 @@ class Logging(Net):
         schedule = self.trainer.strategy.averager.schedule
         self.rates.append((schedule.every, schedule.wait))
         self.log("level", 10.0 + self.current_epoch * (1 if self.global_rank else -1))
+
+
+class Weighed(Net):
+    """Its samples weigh as the rank's number and 1; the losses of its ranks differ."""
+
+    def batch_weight(self, batch: Any) -> float:
+        return float(1 + self.global_rank)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return 0.0 * super().training_step(batch, batch_idx) + 1.0 + self.global_rank
+
+
+def _mean_of_weighed() -> float:
+    strategy, seen = DASOStrategy(balance="off", warmup=0, cooldown=0, schedule_every_n_steps=2), list[float]()
+    trainer = pl.Trainer(strategy=strategy, **{**FAST, "max_steps": 4})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RateSchedule, "observe_loss", lambda _, loss: seen.append(loss))
+        trainer.fit(Weighed(), DataLoader(dataset(96), batch_size=4))
+    return seen[0]
+
+
+def test_the_loss_weighs_as_the_gradients_do() -> None:
+    assert run(_mean_of_weighed, 2, nodes=[1, 1]) == [pytest.approx((1 * 1 + 2 * 2) / 3)] * 2
 
 
 class SaveAtEnd(Checkpoint):

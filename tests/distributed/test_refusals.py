@@ -14,7 +14,7 @@ import refused as bad
 import torch
 import torch.distributed as dist
 from center_tasks import STRATEGIES
-from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint, StochasticWeightAveraging
 from lightning.pytorch.plugins.layer_sync import TorchSyncBatchNorm
 from ranks import attempt, free_port
 from tasks import FAST, EvaluatedNet, Net, dataset
@@ -138,6 +138,7 @@ DIFFER = (
 OWN_PARTS = {"use_distributed_sampler": False}
 ENDLESS = bad.Unending()
 UNUSED = {"find_unused_parameters": True}
+WINDOWS = {"accumulate_grad_batches": 2}
 GOES_ON = {"on_peer_loss": "continue"}
 NODE, TWO_EPOCHS = STRATEGIES["node"], {"max_epochs": 2}
 TWO_RANKS = [
@@ -190,6 +191,13 @@ TWO_RANKS = [
     ddp(UnsupportedError, "sync_batchnorm", "CPU", module=bad.Normed, trainer={"sync_batchnorm": True}),
     ddp(UnsupportedError, "val_check_interval", "own clock", trainer=TIMED),
     ddp(DataError, "batch_weight", "negative or NaN", module=bad.BadWeight),
+    ddp(UnsupportedError, "with batch_weight and accumulated", options=GOES_ON, module=bad.BadWeight, trainer=WINDOWS),
+    ddp(
+        UnsupportedError,
+        "with on_nan='skip' and accumulated",
+        options={**GOES_ON, "on_nan": "skip"},
+        trainer={"callbacks": [GradientAccumulationScheduler({1: 2})]},
+    ),
     ddp(DisagreementError, "net.0.weight: rank 0: (16, 8) float64, rank 1: (20, 8) float64", module=bad.ByRank),
     ddp(
         DisagreementError,

@@ -122,6 +122,40 @@ def _order_of_first_epoch() -> list[list[int]]:
     return [order[i : i + 12] for order in [list(sampler)] for i in range(0, SAMPLES, 12)]
 
 
+def _fit_tail() -> torch.Tensor:
+    module = Module()
+    strategy = HeteroDDPStrategy(on_peer_loss="continue", balance=[1.0, 1.0, 3.0], global_batch_size=5, timeout=60)
+    trainer = pl.Trainer(strategy=strategy, callbacks=[KilledBehind()], **{**FAST, "max_epochs": 1})
+    data = torch.utils.data.Subset(Numbered(), range(11))  # the last batch has one sample, which rank 2 gets
+    trainer.fit(module, DataLoader(data, batch_size=5))
+    return torch.cat([p.detach().reshape(-1) for p in module.parameters()])
+
+
+class KilledBehind(pl.Callback):
+    """Rank 2 is killed in the last batch, when the others have run their training steps."""
+
+    def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: torch.Tensor) -> None:
+        if trainer.global_step == 2 and trainer.global_rank == 2:
+            time.sleep(1)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_step_of_which_a_lost_rank_has_all_samples_is_left_out() -> None:
+    first, second, _ = attempt(_fit_tail, 3)
+    assert None not in (first.value, second.value), first.trace + second.trace
+    data, module = Numbered(), Module()
+    optimizer = module.configure_optimizers()
+    sampler = torch.utils.data.DistributedSampler(range(11), num_replicas=1, rank=0, shuffle=True, seed=0)
+    order = list(sampler)
+    for chosen in (order[:5], order[5:10]):
+        optimizer.zero_grad()
+        nn.functional.mse_loss(module.net(data.x[chosen].double()), data.y[chosen].double()).backward()
+        optimizer.step()
+    expected = torch.cat([p.detach().reshape(-1) for p in module.parameters()])
+    for outcome in (first, second):
+        assert (outcome.value - expected).abs().max() < 1e-10
+
+
 class Windows(Module):
     """Takes an optimizer step every three batches, by Lightning or by hand; rank 2 is killed within a window.
 
@@ -155,6 +189,42 @@ class Windows(Module):
     def configure_optimizers(self) -> Any:
         layers = [self.net[0], self.net[2]] if self.two else [self.net]
         return [torch.optim.SGD(layer.parameters(), lr=LR, momentum=0.9) for layer in layers]
+
+
+class Dying(Windows):
+    """Rank 2 is killed in the third batch, after which ranks wait for each other's reports."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor | None:
+        if self.global_rank == 2 and batch_idx == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().training_step(batch, batch_idx)
+
+
+def _fit_accumulating() -> tuple[torch.Tensor, list[list[int]]]:
+    module = Dying(manual=False, killed=False)
+    strategy = HeteroDDPStrategy(on_peer_loss="continue", timeout=60)
+    trainer = pl.Trainer(
+        strategy=strategy, accumulate_grad_batches=4, limit_train_batches=8, **{**FAST, "max_epochs": 1}
+    )
+    trainer.fit(module, DataLoader(Numbered(), batch_size=BATCH, shuffle=True))
+    return torch.cat([p.detach().reshape(-1) for p in module.parameters()]), module.batches
+
+
+def test_a_rank_is_lost_where_others_wait_for_its_report_within_a_window() -> None:
+    first, second, _ = attempt(_fit_accumulating, 3)
+    assert None not in (first.value, second.value), first.trace + second.trace
+    assert torch.equal(first.value[0], second.value[0])
+    parts = [first.value[1], second.value[1]]
+    data, module = Numbered(), Module()
+    optimizer = module.configure_optimizers()
+    for window in (range(4), range(4, 8)):
+        optimizer.zero_grad()
+        for batch in window:
+            chosen = [i for part in parts for i in part[batch]]
+            x, y, whole = data.x[chosen].double(), data.y[chosen].double(), 12 if batch < 3 else len(chosen)
+            (nn.functional.mse_loss(module.net(x), y) * len(chosen) / whole / 4).backward()
+        optimizer.step()
+    assert (first.value[0] - torch.cat([p.detach().reshape(-1) for p in module.parameters()])).abs().max() < 1e-10
 
 
 def _fit_windows(manual: bool, two: bool) -> tuple[torch.Tensor, list[list[int]], list[str]]:
