@@ -127,6 +127,8 @@ class _SignalSoon:
         self.signum = signum
 
     def __call__(self) -> None:
+        if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as in all that a shell runs in its background
+            signal.signal(signal.SIGINT, signal.default_int_handler)
         threading.Timer(1.0, os.kill, (os.getpid(), self.signum)).start()
 
 
