@@ -45,9 +45,9 @@ class DASOAverager(LowBitAverager):
         wait: first W, in optimizer steps; 0 is blocking; at most B. ``"auto"``: always the smallest that hides an
             exchange as measured, at most B.
         max_global_every: B after a plateau at B = 1.
-        patience: looks at the loss without progress that make a plateau.
+        patience: checks of the loss without progress that make a plateau.
         threshold: relative fall of the loss that counts as progress.
-        schedule_every_n_steps: optimizer steps between two looks at the loss. Default: an epoch.
+        schedule_every_n_steps: optimizer steps between two checks of the loss. Default: an epoch.
         monitor: a logged metric to watch instead of the training loss; smaller is better.
         mixing: ``"daso"``, the paper's rule, or ``"delta"``, which keeps the nodes' progress since the exchange began.
         wire: number format of background exchanges: ``"fp32"``, ``"bf16"``, ``"fp16"``, ``"int8"``, ``"int4"`` or

@@ -410,7 +410,7 @@ class Engine:
                 raise UnsupportedError(unfrozen_within_epoch(changed))
             with self._accounting.timer.waiting(exchange=True), explain_nonfinite(self):
                 self.averager.before_step(self.context(epoch_ends=False))
-        self._open = True  # now: it is asked again if this breaks
+        self._open = True  # only now: what breaks is called again
 
     def change_layout(self) -> bool:
         """Between two windows, go on with the parameters that are trainable now; whether these have changed.

@@ -71,7 +71,7 @@ def with_latest(lasted: Sequence[float], steps: Sequence[float]) -> list[float]:
 class RateSchedule:
     """B, the steps between two exchanges, and W, the steps that an exchange may take; pure.
 
-    When the loss has not fallen by ``threshold`` (relative to its best) for ``patience`` ticks, both are halved, to no
+    When the loss has not fallen by ``threshold`` (relative to its best) for ``patience`` checks, both are halved, to no
     less than 1. At B = 1 the next plateau starts over with B = ``max_every`` and W = B / 4.
 
     Args:
@@ -79,7 +79,7 @@ class RateSchedule:
         wait: first W, in steps; 0 is blocking; ``"auto"`` (beyond the paper): always the smallest that hides an
             exchange as it has been measured, at most B, and B before anything has been.
         max_every: B after a plateau at B = 1.
-        patience: ticks without progress that make a plateau.
+        patience: checks of the loss without progress that make a plateau.
         threshold: relative fall of the loss that counts as progress.
 
     Source: DASO, Coquelin et al. 2021.

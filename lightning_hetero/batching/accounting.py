@@ -110,13 +110,14 @@ class BatchAccounting:
         self._meets = False  # whether all ranks wait for these reports
         self.cost, self.evidence = CostModel(), SpeedEstimator()  # by what samples cost, or by their number
         self.by_cost, self._by_samples = CostEvidence(), False  # whether that does not explain this rank's times
-        self.step = self.met = 0  # batches done, the same on every rank; after which all have met last, to report
+        self.step = 0  # batches done, the same on every rank
+        self.met = 0  # batches after which all ranks have last exchanged reports
         self.reports: list[Report] = []  # of all ranks, the latest ones
-        self.launched, self._reported_at = 0, 0  # reports that this rank has sent; the step of the latest one
-        self._row, self._quiet = list[float](), 0  # that report; the step up to which there is none, after a loss
-        self._warned = self._warned_too_slow = (
-            False  # that a rank's times bend down; that the job is faster without one
-        )
+        self.launched = 0  # reports that this rank has sent
+        self._reported_at, self._row = 0, list[float]()  # the step of the latest one, and its values
+        self._quiet = 0  # the step up to which there is none, after a loss
+        self._warned = False  # that a rank's times bend down
+        self._warned_too_slow = False  # that the job is faster without a rank
         self.ended = [False] * planner.world  # which ranks have come to the end of their data, as far as reports tell
         self._fresh_pass = False  # an epoch's first batch has just been drawn
         self.drawn: Drawn | None = None  # of the running step, None between steps

@@ -89,7 +89,7 @@ class LossTracker:
             return everyone.tolist()
 
         weighted, samples = collective("average the loss", total)
-        self._total = self._samples = 0.0  # now: it is asked again if the collective breaks
+        self._total = self._samples = 0.0  # only now: a collective that breaks is called again
         return weighted / samples if samples else math.nan
 
     def state_dict(self) -> list[float]:

@@ -65,8 +65,9 @@ class Planner:
         least: samples that a rank can train on, where the user has not said.
         before_draw: waits until it is sure which plan is in force at a step.
         in_force: the plan by which all ranks evaluate now.
-        rotates: whether ranks get in turn what is left over when a batch is split, by its number in the epoch, ...
-        origin: ... which is that of the step, and this.
+        rotates: whether ranks get in turn what is left over when a batch is split, by the number of the batch in its
+            epoch.
+        origin: plus the number of a step, the number of its batch in the epoch.
         too_slow: the ranks without which the job would be faster, by the latest reports.
     """
 

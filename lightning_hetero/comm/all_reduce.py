@@ -196,8 +196,9 @@ class ReplicaAllReduce:
             self._broadcast(totals[i], route)
             for rest in () if own.feedback is None else (own.feedback.sent[i], own.feedback.summed[i]):
                 self._broadcast(rest, route)  # another rank may exchange next time
-            origin, from_ = None if want == "difference" else old, value if want == "away" else None
-            arrived += self._arrive(totals[i], origin, new, 1 / counted, from_)
+            origin = None if want == "difference" else old
+            away_from = value if want == "away" else None
+            arrived += self._arrive(totals[i], origin, new, 1 / counted, away_from)
         if route.columns:  # this rank knows a part of it
             arrived = _summed(arrived, route.across) / len(self._replicas)
         variance = displacement - arrived

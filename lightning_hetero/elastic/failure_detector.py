@@ -59,7 +59,7 @@ class WatchingMember(Protocol):
         """Other members that live, as far as is known."""
 
     @property
-    def leader(self) -> int:
+    def coordinator(self) -> int:
         """The coordinator, as far as this member knows."""
 
     @property
@@ -94,12 +94,12 @@ class Heartbeat:
         if now - self._sent < member.timeout.beat:
             return
         self._sent = now
-        beat = self.with_progress({"k": "beat", "v": round(member.environment.busy(), 2)})
+        beat = self.with_steps({"k": "beat", "v": round(member.environment.busy(), 2)})
         for channel in (*member.inbound.values(), *member.outbound.values()):
             channel.send(beat)
 
-    def with_progress(self, message: dict[str, Any]) -> dict[str, Any]:
-        """A message that says, too, how far this member has come."""
+    def with_steps(self, message: dict[str, Any]) -> dict[str, Any]:
+        """A message with the number of steps that this member has done, too."""
         return {**message, "steps": self._member.environment.steps()}
 
     def received(self, peer: int, message: Mapping[str, Any]) -> None:
@@ -140,7 +140,7 @@ class FailureDetector:
         """Some time has passed."""
         member = self._member
         now, grace = member.environment.now(), member.timeout.grace
-        for other in member.others if member.is_coordinator else [member.leader]:
+        for other in member.others if member.is_coordinator else [member.coordinator]:
             silence = member.timeout.silence(other, now)
             if silence > grace:
                 asked = {} if member.is_coordinator else dict(self.asked)
@@ -154,7 +154,7 @@ class FailureDetector:
     def _ask(self, now: float) -> None:
         """Ask those that would be the coordinator before this member; and all, if it is the next one itself."""
         member = self._member
-        others = [other for other in member.others if other != member.leader]
+        others = [other for other in member.others if other != member.coordinator]
         next_in_line = all(other > member.me for other in others)
         for other in others:
             if next_in_line or other < member.me:

@@ -3,7 +3,7 @@
 ====================  ==============================  ==========================================================
 message               from, to                        means
 ====================  ==============================  ==========================================================
-``state``             both ends, first of all         where I stand: leader, last view, what I have acknowledged
+``state``             both ends, first of all         where I stand: coordinator, last view, what I acknowledged
 ``state``             member to coordinator           my training thread has come to ``agree()``
 ``beat``              both, every 1 or 2 s            I am alive, and have done so many steps
 ``news``              coordinator to all              who is lost or has left; come to ``agree()``
@@ -21,9 +21,9 @@ phase           what it does                                                    
 ==============  =================================================================  ================================
 steady          exchanges heartbeats with the coordinator                          a loss, or somebody asks for a
                                                                                    new view: *changing*
-changing        calls ``on_change`` until its training thread calls ``agree()``    ``agree()``: *come*
-come            waits for the others; acknowledges what the coordinator proposes   ``commit``: *steady*; or *over*
-over            must end: ``agree()`` raises                                       its process
+changing        calls ``on_change`` until its training thread calls ``agree()``    ``agree()``: *agreeing*
+agreeing        waits for the others; acknowledges what the coordinator proposes   ``commit``: *steady*; or *evicted*
+evicted         must end: ``agree()`` raises                                       its process
 ==============  =================================================================  ================================
 """
 
@@ -156,7 +156,7 @@ class Membership:
             if not member.changing or time.monotonic() > until:
                 return self._result(agreed)
             before = agreed  # somebody else has been lost meanwhile
-        raise MembershipLostError(f"Rank {self.me} cannot go on: {member.over}")
+        raise MembershipLostError(f"Rank {self.me} cannot go on: {member.evicted}")
 
     def _next(
         self, member: Member, progress: tuple[int, ...], before: ViewProposal | None, until: float
@@ -165,12 +165,12 @@ class Membership:
         self._post(lambda: member.arrive(progress))
         with self._turn:
             self._turn.wait_for(
-                lambda: self._closed or member.over is not None or member.agreed is not before,
+                lambda: self._closed or member.evicted is not None or member.agreed is not before,
                 max(until - time.monotonic(), 0.0),
             )
-        if member.over is None and member.agreed is before:
+        if member.evicted is None and member.agreed is before:
             member.finish("it was closed." if self._closed else "the members have not agreed in time.")
-        return None if member.over is not None else member.agreed
+        return None if member.evicted is not None else member.agreed
 
     def _result(self, agreed: ViewProposal) -> AgreedView:
         roster, lost = agreed.roster, {}

@@ -212,7 +212,7 @@ class ViewChange:
             listed = "; ".join(f"rank {one} {why}" for one, why in sorted(missing.items()))
             text = f"{lacks}. Missing: {listed}. Start the job again from its last checkpoint."
             for peer, channel in member.inbound.items():
-                if peer in self._told and self._told[peer].leader == member.me:
+                if peer in self._told and self._told[peer].coordinator == member.me:
                     channel.send({"k": "out", "n": rosters[0].number, "v": text})
             member.finish(text)
             return None
@@ -259,7 +259,7 @@ class Shutdown:
         """The member ends: with an error, or because its run is over."""
         waits = how is None and self._member.is_coordinator
         self._due = self._member.environment.now() + (_LINGER if waits else 0.0)
-        self._message = self._member.heartbeat.with_progress({"k": "bye", "how": how})
+        self._message = self._member.heartbeat.with_steps({"k": "bye", "how": how})
         self._member.advance()
 
     @property
@@ -285,7 +285,7 @@ class Shutdown:
     def heard(self, peer: int) -> None:
         """Another member has confirmed it."""
         self._heard.add(peer)
-        self._confirmed = self._confirmed or peer == self._member.leader
+        self._confirmed = self._confirmed or peer == self._member.coordinator
 
     def received(self, channel: MemberChannel, how: str | None) -> None:
         """Another member says that it ends."""
@@ -361,7 +361,7 @@ class Member:
         changing: whether a new view is wanted.
         progress: what the training thread gave to ``agree()``; ``None`` if it is not there.
         agreed: the last view that was committed while the training thread waited for it.
-        over: why this member must end.
+        evicted: why this member must end.
     """
 
     def __init__(self, me: int, first: Roster, terms: MembershipTerms, environment: MemberEnvironment) -> None:
@@ -372,7 +372,7 @@ class Member:
         self.changing, self.began = False, 0.0
         self.progress: tuple[int, ...] | None = None
         self.agreed: ViewProposal | None = None
-        self.over: str | None = None
+        self.evicted: str | None = None
         self.inbound: dict[int, MemberChannel] = {}
         self.outbound: dict[int, MemberChannel] = {}
         self._ticked = float("-inf")
@@ -392,33 +392,33 @@ class Member:
         return [m for m in self.view.members if m != self.me and m not in self.lost]
 
     @property
-    def leader(self) -> int:
+    def coordinator(self) -> int:
         """The coordinator, as far as this member knows."""
-        return self.election.leader
+        return self.election.coordinator
 
     @property
     def is_coordinator(self) -> bool:
         """Whether this member is the coordinator."""
-        return self.leader == self.me
+        return self.coordinator == self.me
 
     def leave_coordinator(self) -> None:
         """This member is about to follow another coordinator."""
         self.view_change.broadcast()  # its last news, if it was the coordinator itself
-        if (old := self.outbound.pop(self.leader, None)) is not None:
+        if (old := self.outbound.pop(self.coordinator, None)) is not None:
             old.close()
 
     def coordinator_chosen(self) -> None:
         """This member follows another coordinator, or is it itself."""
         self.detector.asked = {}
         self.view_change.begin()
-        self.timeout.expect([self.leader], self.environment.now())
-        self._tries.pop(self.leader, None)  # the next attempt to connect is at once
+        self.timeout.expect([self.coordinator], self.environment.now())
+        self._tries.pop(self.coordinator, None)  # the next attempt to connect is at once
 
     def state(self) -> dict[str, Any]:
         """The message that says where this member stands."""
         acked = [proposal.roster for proposal in self.acked.values()]
-        state = [self.leader, self.election.term, self.view, acked, self.progress, self.changing]
-        return self.heartbeat.with_progress({"k": "state", "v": state})
+        state = [self.coordinator, self.election.term, self.view, acked, self.progress, self.changing]
+        return self.heartbeat.with_steps({"k": "state", "v": state})
 
     def left_out(self, peer: int) -> dict[str, Any]:
         """The message to a member that does not take part any more."""
@@ -435,12 +435,12 @@ class Member:
         """The training thread has come to the agreement."""
         self.progress = progress
         self.request_view()
-        self._tell_leader()
+        self._tell_coordinator()
         self.advance()
 
-    def _tell_leader(self) -> None:
-        if self.leader in self.outbound:
-            self.outbound[self.leader].send(self.state())
+    def _tell_coordinator(self) -> None:
+        if self.coordinator in self.outbound:
+            self.outbound[self.coordinator].send(self.state())
 
     def request_view(self) -> None:
         """Ask for a new view."""
@@ -462,8 +462,8 @@ class Member:
 
     def finish(self, text: str) -> None:
         """This member must end."""
-        if self.over is None:
-            self.over = text
+        if self.evicted is None:
+            self.evicted = text
             self.changing = True
 
     # -- what happens on connections ---------------------------------------------------------------
@@ -500,7 +500,7 @@ class Member:
         """A message has come."""
         peer = channel.peer
         self.timeout.message_came(peer, self.environment.now())
-        if peer == self.leader:
+        if peer == self.coordinator:
             self.detector.asked = {}
         kind, value = message["k"], message.get("v", ())
         self.heartbeat.received(peer, message)
@@ -508,7 +508,7 @@ class Member:
             return
         if kind == "state":
             self._state(channel, MemberState.read(value))
-        elif kind == "news" and peer == self.leader:
+        elif kind == "news" and peer == self.coordinator:
             self.lost.read(value)
             if message["changing"]:
                 self.request_view()
@@ -516,21 +516,21 @@ class Member:
             self.shutdown.received(channel, message["how"])
         elif kind == "heard":
             self.shutdown.heard(peer)
-        elif kind == "propose" and channel is self.outbound.get(self.leader):
+        elif kind == "propose" and channel is self.outbound.get(self.coordinator):
             self._acknowledge(channel, ViewProposal.read(value))
         elif kind == "ack" and channel is self.inbound.get(peer):
             self.view_change.acknowledged(peer, tuple(value))
         elif kind == "commit" and tuple(value) in self.acked:
             self.commit(self.acked[tuple(value)])
-            if peer != self.leader:
-                self._tell_leader()
+            if peer != self.coordinator:
+                self._tell_coordinator()
         elif kind == "out" and message["n"] >= self.view.number:
             self.finish(value)
         self._stirred = True
 
     def _state(self, channel: MemberChannel, state: MemberState) -> None:
         peer = channel.peer
-        self._tries[peer] = (0, self.environment.now() + (0.0 if peer == self.leader else 0.5))
+        self._tries[peer] = (0, self.environment.now() + (0.0 if peer == self.coordinator else 0.5))
         self.detector.heard(peer)
         if peer not in self.view.members and state.view.key <= self.view.key:
             channel.send(self.left_out(peer))
@@ -546,7 +546,7 @@ class Member:
         self.election.consider(peer, state)
         if not channel.mine:
             self.view_change.state_received(peer, state)
-        elif peer == self.leader:
+        elif peer == self.coordinator:
             if state.changing:
                 self.request_view()
         else:
@@ -563,7 +563,7 @@ class Member:
 
     def commit(self, proposal: ViewProposal) -> None:
         """A view has been committed."""
-        if self.over is not None or proposal.key != max(self.acked):
+        if self.evicted is not None or proposal.key != max(self.acked):
             return  # a later view has been acknowledged, which is the one that counts
         self.view, self.acked = proposal.roster, {}
         self.lost.readmit(self.view.members)
@@ -586,7 +586,7 @@ class Member:
         if now - self._ticked >= _TICK:
             self._ticked, self._stirred = now, True
             self.heartbeat.tick(now)
-            if self.over is None:
+            if self.evicted is None:
                 self.detector.tick()
         if self._stirred:
             self._stirred = False
@@ -595,7 +595,11 @@ class Member:
     @property
     def connected(self) -> bool:
         """Whether there are all connections that should be there."""
-        return all(one in self.inbound for one in self.others) if self.is_coordinator else self.leader in self.outbound
+        return (
+            all(one in self.inbound for one in self.others)
+            if self.is_coordinator
+            else self.coordinator in self.outbound
+        )
 
     def restart(self) -> None:
         """This process itself did not run for a while: others' silence in that time means nothing."""
@@ -608,14 +612,14 @@ class Member:
     def advance(self) -> None:
         """Do what can be done now."""
         self.shutdown.advance()
-        if self.over is not None:
+        if self.evicted is not None:
             return
         if not self.election.choose():
             self.finish(f"rank {self.me} {self.lost.reasons[self.me]}, and nobody else remains.")
         elif self.is_coordinator:
             self.view_change.advance()
         else:
-            self.reach(self.leader)
+            self.reach(self.coordinator)
             for other in list(self.detector.asked):
                 self.reach(other)
 

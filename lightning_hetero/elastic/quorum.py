@@ -102,15 +102,15 @@ class MemberState(NamedTuple):
     """State of a member, as it tells the others.
 
     Attributes:
-        leader: member that it follows.
-        term: how often the leader has changed, as far as it knows. A higher one wins.
+        coordinator: member that it follows.
+        term: how often the coordinator has changed, as far as it knows. A higher one wins.
         view: the last one that was committed.
         acked: views that it has acknowledged since.
         progress: what its training thread gave to ``agree()``; ``None`` if it has not come.
         changing: whether it wants a new view.
     """
 
-    leader: int
+    coordinator: int
     term: int
     view: Roster
     acked: tuple[Roster, ...]
@@ -120,9 +120,9 @@ class MemberState(NamedTuple):
     @classmethod
     def read(cls, value: Any) -> "MemberState":
         """The state that was written as JSON."""
-        leader, term, view, acked, progress, changing = value
+        coordinator, term, view, acked, progress, changing = value
         come = None if progress is None else tuple(progress)
-        return cls(int(leader), int(term), Roster.read(view), tuple(map(Roster.read, acked)), come, bool(changing))
+        return cls(int(coordinator), int(term), Roster.read(view), tuple(map(Roster.read, acked)), come, bool(changing))
 
 
 class VotingMember(Protocol):
@@ -167,18 +167,18 @@ class LeaderElection:
         member: that follows.
 
     Attributes:
-        leader: the coordinator.
+        coordinator: the member that leads, as far as this one knows.
         term: how often it has changed, as far as is known. Members turn to the one with the highest term.
     """
 
     def __init__(self, member: VotingMember) -> None:
         self._member = member
-        self.leader, self.term = min(member.view.members), 0
+        self.coordinator, self.term = min(member.view.members), 0
 
     def choose(self) -> bool:
         """Follow the lowest living member if the coordinator is lost; whether there is one."""
         member = self._member
-        while self.leader in member.lost or self.leader not in member.view.members:
+        while self.coordinator in member.lost or self.coordinator not in member.view.members:
             living = [*member.others, *([member.me] if member.me not in member.lost else [])]
             if not living:
                 return False
@@ -187,20 +187,20 @@ class LeaderElection:
 
     def consider(self, peer: int, state: MemberState) -> None:
         """Perhaps follow the coordinator that another member names."""
-        member, leader = self._member, state.leader
-        if leader == self.leader:
+        member, coordinator = self._member, state.coordinator
+        if coordinator == self.coordinator:
             self.term = max(self.term, state.term)
-        elif leader in member.lost:
+        elif coordinator in member.lost:
             return
-        elif peer == self.leader:  # it is not the coordinator (any more)
-            self.follow(leader, max(self.term, state.term) + (leader == member.me))
-        elif leader != member.me and (state.term, -leader) > (self.term, -self.leader):
-            silence = member.timeout.silence(self.leader, member.environment.now())
-            if member.is_coordinator or (peer == leader and silence > member.timeout.grace / 2):
-                self.follow(leader, state.term)
+        elif peer == self.coordinator:  # it is not the coordinator (any more)
+            self.follow(coordinator, max(self.term, state.term) + (coordinator == member.me))
+        elif coordinator != member.me and (state.term, -coordinator) > (self.term, -self.coordinator):
+            silence = member.timeout.silence(self.coordinator, member.environment.now())
+            if member.is_coordinator or (peer == coordinator and silence > member.timeout.grace / 2):
+                self.follow(coordinator, state.term)
 
-    def follow(self, leader: int, term: int) -> None:
+    def follow(self, coordinator: int, term: int) -> None:
         """Follow another coordinator, or become it."""
         self._member.leave_coordinator()
-        self.leader, self.term = leader, term
+        self.coordinator, self.term = coordinator, term
         self._member.coordinator_chosen()

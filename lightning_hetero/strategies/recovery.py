@@ -329,14 +329,14 @@ class PeerRecovery(RecoveryPolicy):
 
     def _progress(self) -> Progress:
         engine, accounting = self._strategy.engine, self._strategy.accounting
-        come = (
+        counts = (
             engine.steps_taken + self._manual_steps,
             engine.exchanges_done,
             self._collectives.calls,
             accounting.loaders.next_step(),
             accounting.reports_applied,
         )
-        return Progress(*come, accounting.step, accounting.met if engine.lockstep else 0, self._manual_steps)
+        return Progress(*counts, accounting.step, accounting.met if engine.lockstep else 0, self._manual_steps)
 
     def _rejoin(
         self,

@@ -43,7 +43,7 @@ def atomic(io: CheckpointIO | None) -> CheckpointIO:
     if io is None:
         return AtomicCheckpointIO()
     if isinstance(io, WrappingCheckpointIO):  # such as AsyncCheckpointIO
-        io.checkpoint_io = AtomicCheckpointIO()  # kept only if it wraps none yet
+        io.checkpoint_io = AtomicCheckpointIO()  # the setter ignores it if it wraps one already
     return io
 
 

@@ -337,7 +337,7 @@ def unsurvivable(
 def _waits_while_accumulating(
     view: View, options: Options, callbacks: Iterable[Callback], module: "pl.LightningModule"
 ) -> str | None:
-    """What lets the ranks of a replica wait for each other in batches that are accumulated, if anything does."""
+    """The reason why ranks of a replica wait for each other in batches that are accumulated; ``None``: they do not."""
     steps = [module.trainer.accumulate_grad_batches]
     for callback in callbacks:
         steps += callback.scheduling.values() if isinstance(callback, GradientAccumulationScheduler) else []

@@ -259,12 +259,12 @@ class TrainingStep:
             else:
                 vars(module)["training_step"] = own
 
-    def weigh(self, loss: Tensor, windows: int) -> Tensor:
+    def weigh(self, loss: Tensor, batches_per_window: int) -> Tensor:
         """The loss times this rank's weight, with which DDP's plain mean over ranks is that over all samples.
 
         Args:
             loss: the mean over this rank's samples, divided by the number of batches in a window.
-            windows: that number.
+            batches_per_window: that number.
         """
         drawn, (before, total) = self._accounting.current(), self._accounting.weights()
         if len(self._batches) > 1:
@@ -272,7 +272,7 @@ class TrainingStep:
             before *= part
             self._mean = part * loss.detach() + (0.0 if self._mean is None else self._mean)
         mean = loss.detach() if self._mean is None else self._mean
-        self._loss = None if self._none else mean * windows
+        self._loss = None if self._none else mean * batches_per_window
         own, total = self._finite.count(loss, before, total, not self._none, drawn.in_passes)
         if self._none and not self._finite.asks:  # of a replica of one rank
             own = self._samples[self._accounting.step] = 0.0

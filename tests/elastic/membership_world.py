@@ -50,7 +50,7 @@ class Watched(Member):
             self.environment.world.on_agreed(self.environment)
 
     def finish(self, text: str) -> None:
-        if self.over is None:
+        if self.evicted is None:
             self.environment.end_soon()
         super().finish(text)
 
@@ -125,7 +125,7 @@ class Node:
         if member.agreed is not None and (not self.views or member.agreed.roster != self.views[-1]):
             self.views.append(member.agreed.roster)
             self.world.agreed.setdefault(member.agreed.roster.key, member.agreed)
-        if member.changing and member.progress is None and member.over is None and not self.coming:
+        if member.changing and member.progress is None and member.evicted is None and not self.coming:
             self.coming = True
             self.world.after(self.slow or self.world.random.uniform(0, 0.3), self._come)
 
@@ -136,7 +136,7 @@ class Node:
             self.world.after(0.2, self._come)
             return
         self.coming = False
-        if self.member.changing and self.member.over is None and self.member.progress is None:
+        if self.member.changing and self.member.evicted is None and self.member.progress is None:
             self.member.arrive((self.me,))
 
 
@@ -224,7 +224,7 @@ class World:
     def end(self, one: int, how: str | None) -> None:
         """End a process by itself, because of an error, or because its run is over."""
         node = self.nodes[one]
-        if node.runs and node.member.over is None:
+        if node.runs and node.member.evicted is None:
             node.coming = True  # its training thread comes no more
             node.member.shutdown.begin(how)
             self.after(1.5, lambda: self.kill(one))
@@ -265,4 +265,4 @@ class World:
     @property
     def going(self) -> list[int]:
         """Members that go on."""
-        return [one for one, node in self.nodes.items() if node.runs and node.member.over is None]
+        return [one for one, node in self.nodes.items() if node.runs and node.member.evicted is None]

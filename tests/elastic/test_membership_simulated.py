@@ -104,7 +104,7 @@ def test_a_partition_in_halves_goes_on_once(seed: int) -> None:
     world.part([0, 2])
     world.run(15.0)
     assert world.going == [0, 2]
-    assert "only 2 of 4 replicas remain without rank 0" in str(world.nodes[1].member.over)
+    assert "only 2 of 4 replicas remain without rank 0" in str(world.nodes[1].member.evicted)
     check_settled(world)
 
 
