@@ -149,7 +149,9 @@ def _live(member: int, life: Callable, terms: MembershipTerms, end: Connection) 
     end.send(membership.address)
     membership.begin(*end.recv())
     known = membership._member
-    until(lambda: len(known.inbound) == len(known.others) if known.is_coordinator else known.coordinator in known.outbound)
+    until(
+        lambda: len(known.inbound) == len(known.others) if known.is_coordinator else known.coordinator in known.outbound
+    )
     end.send("ready")
     life(membership, changed, end, hooks)
     membership.close()
