@@ -2,6 +2,7 @@
 
 import argparse
 import math
+import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
@@ -214,6 +215,19 @@ def test_without_a_seed_nothing_is_paired() -> None:
     runs = [run_of("ddp", 1.0, 20), run_of("fast", 0.25, 20), run_of("fast", 0.5, 20)]
     cells = {column.header: list(column.cells) for column in outcome.table(runs, "ddp", outcome.Goal(2.5, 8)).columns}
     assert cells["times as fast as ddp"] == ["1.00", ""]
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [("hetero_nod", "Unknown strategy 'hetero_nod'"), ("hetero_node:tau=16", "unknown option(s) tau")],
+)
+def test_an_unknown_contender_ends_the_program_before_any_run(name: str, words: str) -> None:
+    done = subprocess.run(
+        [sys.executable, str(PEERS), "ddp", name], capture_output=True, text=True, timeout=100, check=False
+    )
+    assert done.returncode
+    assert words in done.stderr
+    assert not done.stdout
 
 
 def test_an_option_that_nobody_reads_is_found() -> None:

@@ -71,7 +71,9 @@ def parse(text: str) -> Strategy:
     if name in BUILT_FROM_PARTS:
         return BUILT_FROM_PARTS[name](**values)
     if name not in StrategyRegistry:
-        known = ", ".join([*BUILT_FROM_PARTS, *StrategyRegistry.available_strategies()])
+        variants = ("_spawn", "_fork", "_notebook", "_true", "_false")
+        strings = [known for known in StrategyRegistry.available_strategies() if not known.endswith(variants)]
+        known = ", ".join([*BUILT_FROM_PARTS, *strings])
         raise SystemExit(f"Unknown strategy {name!r}. There are: {known}")
     entry = StrategyRegistry[name]
     return entry["strategy"](**{**entry["init_params"], **values})

@@ -28,6 +28,7 @@ from typing import Any
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "cluster")]
 
+import contenders
 import outcome
 import runner
 import systems
@@ -105,6 +106,7 @@ def main() -> None:
     systems.add_options(parser)
     options = parser.parse_args()
     with_defaults(options)
+    check_names(options.contenders)
     console = Console(highlight=False, width=400)
     pythons = systems.interpreters(options.contenders, options)
     for rate in options.rates:
@@ -119,6 +121,13 @@ def main() -> None:
         runs.sort(key=lambda run: order[run["contender"]])
         console.print(table(runs, options))
         console.print(f"Load average at the end {os.getloadavg()[0]:.2f}.\n")
+
+
+def check_names(names: Sequence[str]) -> None:
+    """Make each strategy once, so that an unknown name or option ends the program before any run."""
+    for name in names:
+        if not systems.system_of(name).prefix:
+            contenders.parse(systems.without_rate(name)[0])
 
 
 def rate_of_link(text: str) -> str:
