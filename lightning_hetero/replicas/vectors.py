@@ -318,12 +318,19 @@ class Replica:
             values, parts, size = list[Tensor](), list[Tensor](), 0
             for value, part in _cut(group, flat, limit):
                 if values and size + value.nbytes > limit:
-                    yield values, [p.to(v, non_blocking=True) for v, p in zip(values, parts, strict=True)]
+                    yield values, self._on_device(values, parts)
                     values, parts, size = [], [], 0
                 values.append(value)
                 parts.append(part)
                 size += value.nbytes
-            yield values, [p.to(v, non_blocking=True) for v, p in zip(values, parts, strict=True)]
+            yield values, self._on_device(values, parts)
+
+    def _on_device(self, values: Sequence[Tensor], parts: Sequence[Tensor]) -> list[Tensor]:
+        """Parts of a vector, of values of one dtype, where these are."""
+        dtype = values[0].dtype
+        if parts[0].device.type == "cpu" and (parts[0].dtype != dtype or not parts[0].is_pinned()):
+            return stage_of(self._device).upload(parts, dtype, self._piece // dtype.itemsize)
+        return [part.to(value, non_blocking=True) for value, part in zip(values, parts, strict=True)]
 
     @torch.no_grad()
     def unpack(self, flats: Sequence[Tensor]) -> None:
