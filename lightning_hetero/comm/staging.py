@@ -202,7 +202,7 @@ def pinned(length: int, dtype: torch.dtype) -> Tensor:
     try:
         return torch.empty(length, dtype=dtype, pin_memory=True)
     except RuntimeError as error:
-        if torch.accelerator.is_available() and not _pageable:
+        if getattr(torch, "accelerator", torch.cuda).is_available() and not _pageable:  # from 2.6 on
             _pageable = True
             with suppress(UserWarning):  # also where warnings are errors
                 warnings.warn(

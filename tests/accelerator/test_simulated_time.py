@@ -6,11 +6,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import fake_device
+import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
 from ranks import run
+from tasks import FAST, Net, dataset
+from torch.utils.data import DataLoader
 
+from lightning_hetero import DiLoCoAsyncStrategy
 from lightning_hetero.batching.timer import StepTimer
 from lightning_hetero.comm import staging
 from lightning_hetero.comm.gradients import GradientWire
@@ -328,3 +332,27 @@ def test_gradients_travel_beside_the_backward_pass(on_device):
     assert found["host"] == 0
     assert found["device"] == pytest.approx((4 + 4) * MS)
     assert found["ones"] == 1
+
+
+# -- choices by speed ----------------------------------------------------------------------------------------
+
+
+class Slow(Net):
+    """A step takes the device of rank 0 10 ms, and that of rank 1 40 ms. Their hosts are equally fast."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        torch.fake.sleep((10 + 30 * self.global_rank) * MS)
+        self.local_steps = self.trainer.strategy.averager.local_steps
+        return self.loss(batch)
+
+
+def paced() -> int:
+    warnings.filterwarnings("ignore", "Ranks .* share ")
+    settings = {**FAST, "accelerator": fake_device.load_if_given(), "devices": 1, "num_nodes": 2, "max_steps": 60}
+    trainer = pl.Trainer(strategy=DiLoCoAsyncStrategy(tau=8, balance="off", timeout=60), **settings)
+    trainer.fit(module := Slow(), DataLoader(dataset(2 * 60 * 4), batch_size=4))
+    return module.local_steps
+
+
+def test_local_steps_follow_the_devices_speeds_and_not_the_hosts(fake: str) -> None:
+    assert run(paced, 2, nodes=[1, 1], env={"FAKE_LIBRARY": fake}) == [8, 2]
