@@ -12,7 +12,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NoReturn
 
-from lightning_hetero.errors import HeteroError
+from lightning_hetero.errors import ConfigurationError, HeteroError
 from lightning_hetero.version import __version__
 
 _TRAINER = {
@@ -77,6 +77,12 @@ def _run(options: argparse.Namespace) -> None:
     elif options.command == "doctor":
         given = {name: value for name, value in vars(options).items() if name != "command"}
         if given.pop("selftest"):
+            usual = vars(_parser().parse_args(["doctor"]))
+            if others := [f"--{name.replace('_', '-')}" for name in given if given[name] != usual[name]]:
+                raise ConfigurationError(
+                    f"doctor --selftest goes without {', '.join(others)}: it takes the GPUs that it sees, four at "
+                    "most, else two CPU ranks. CUDA_VISIBLE_DEVICES says which it sees."
+                )
             from lightning_hetero.selftest import selftest
 
             sys.exit(0 if selftest() else 1)

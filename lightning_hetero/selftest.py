@@ -12,8 +12,9 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from itertools import pairwise
+from itertools import combinations, pairwise
 from statistics import median
+from textwrap import shorten
 from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
@@ -32,6 +33,7 @@ STEP = 0.03  # seconds that a timed step takes at least
 TIMEOUT = 20  # seconds, the strategies' option where a rank freezes
 LIMIT = 300.0  # seconds of a check
 MARK = "selftest: "  # before what a rank reports
+DRIVER = "/dev/nvidiactl"  # where there is one
 
 
 class Row(NamedTuple):
@@ -123,6 +125,8 @@ def _machine(here: Devices) -> Iterator[Row]:
         nccl = f", CUDA {torch.version.cuda}, NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}"
     versions = f"lightning-hetero {__version__}, Lightning {lightning}, PyTorch {torch.__version__}{nccl}"
     yield Row("versions", "ok", f"{versions}, Python {platform.python_version()}, {platform.system()}")
+    if reason := _hidden_devices(here.devices):
+        yield Row("devices", "warning", reason)
     if not here.devices:
         yield Row("devices", "ok", f"no GPU; {os.cpu_count()} cores. Checks run on {here.world} CPU ranks")
         return
@@ -142,11 +146,28 @@ def _machine(here: Devices) -> Iterator[Row]:
         found = f"{properties.name}{slice_}, {total / 2**30:.0f} GiB, {used:.0%} in use{full}"
         yield Row(f"device {number}", verdict, found)
         seen[card] = number
+    if pairs := list(combinations(range(here.devices), 2)):
+        direct = sum(torch.cuda.can_device_access_peer(*pair) for pair in pairs)
+        yield Row("topology", "ok", f"of {len(pairs)} pairs of devices, {direct} reach each other's memory directly")
     names = {torch.cuda.get_device_name(number) for number in range(here.devices)}
     if len(names) > 1:
         yield Row("devices", "ok", f"unlike: {', '.join(sorted(names))}. Shares follow their speed")
     if here.devices < here.world:
         yield Row("devices", "ok", f"{here.world} ranks share {here.devices} device(s), and average over gloo")
+
+
+def _hidden_devices(count: int) -> str:
+    """Reason why PyTorch may see fewer devices than there are; empty: nothing speaks for that."""
+    named = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip() not in ("", "-1")]
+    if len(named) > count:
+        return (
+            f"CUDA_VISIBLE_DEVICES names {len(named)}, and PyTorch sees {count}: name none twice, and none that this "
+            "machine does not have. A process sees one MIG slice"
+        )
+    if not count and "CUDA_VISIBLE_DEVICES" not in os.environ and os.path.exists(DRIVER):
+        built = "" if torch.version.cuda else ", which is built without CUDA"
+        return f"this machine has NVIDIA's driver, but PyTorch {torch.__version__}{built}, sees no GPU"
+    return ""
 
 
 def _exactness(here: Devices) -> Iterator[Row]:
@@ -228,8 +249,10 @@ def _failures(here: Devices) -> Iterator[Row]:
         seconds, message = max(rank.seconds for rank in others), others[0].error
         ended = all(rank.status not in (None, 0) for rank in others)
         named = re.search(r"\brank(?:\(s\)|s)? 1\b", message) is not None
-        verdict = "ok" if ended and named and seconds < most else "FAILED"
-        found = f"the others ended after {seconds:.1f} s: {message[:160]}" if ended else "the others did not end"
+        verdict = "FAILED" if not (ended and named) else "ok" if seconds < most else "warning"
+        late = "" if seconds < most else f", later than {most:.0f} s: this machine is busy, or learns late"
+        found = f"the others ended after {seconds:.1f} s{late}: {shorten(message, 320)}"
+        found = found if ended else "the others did not end"
         yield Row(f"rank 1: {how}", verdict, found)
 
 
@@ -409,7 +432,7 @@ class _CountOnDevice(pl.Callback):
         torch.cuda.set_sync_debug_mode("warn")
 
     def on_train_batch_start(self, *_: Any) -> None:
-        self.waits.append(len(self.caught))
+        self.waits.append(sum("synchronizing CUDA" in str(one.message) for one in self.caught))
         self.held.append(torch.cuda.memory_allocated())
         torch.cuda.reset_peak_memory_stats()
 

@@ -110,6 +110,8 @@ def test_safe_path_keeps_all_of_pythonpath(tmp_path: Path, monkeypatch: pytest.M
         (["--timeout", "abc"], "argument --timeout: 'abc' must be a number of seconds above 0"),
         (["--save", "nodir/h.json"], "error: --save nodir/h.json: there is no folder"),
         (["--batch-size", "x"], "argument --batch-size: 'x' must be a whole number of at least 1"),
+        (["--selftest"], "error: doctor --selftest goes without --accelerator: it takes the GPUs that it sees"),
+        (["--selftest", "--batch-size", "8"], "error: doctor --selftest goes without --accelerator, --batch-size: it"),
     ],
 )
 def test_the_doctor_refuses_in_a_line(arguments: list[str], words: str, capsys, monkeypatch) -> None:

@@ -1,10 +1,8 @@
 """Asynchronous DiLoCo: each replica sends its outer gradient to a center when its local steps are done."""
 
 import math
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from statistics import median
 from typing import Any, Literal
 
 import torch
@@ -98,8 +96,6 @@ class OuterAsyncAverager(AsyncCenterAverager):
     feedback = Scratch[Feedback | None](
         lambda averager: averager.make_feedback(), "error feedback, which is what earlier messages have left out"
     )
-    _seconds = Own[list[float]](lambda averager: [])  # of the latest steps
-    _resumed = Own[float](math.nan)  # when the running step began; NaN: something else came between
 
     tau: int = 50
     outer_lr: float = 0.7
@@ -195,11 +191,6 @@ class OuterAsyncAverager(AsyncCenterAverager):
         return False  # replicas have learned something since they came to the center
 
     @override
-    def before_save(self) -> None:
-        super().before_save()
-        self._resumed = math.nan
-
-    @override
     def consensus(self, context: StepContext) -> list[Tensor]:
         self.before_save()
         values = [value.to("cpu", old.dtype) for value, old in zip(self.replica.pack(), self.reference, strict=True)]
@@ -223,13 +214,10 @@ class OuterAsyncAverager(AsyncCenterAverager):
 
     @override
     def after_step(self, context: StepContext) -> Outcome | None:
-        if not math.isnan(self._resumed):
-            self._seconds = [*self._seconds[-63:], time.perf_counter() - self._resumed]
         outcome = None
         while self.visit_is_due(context.step):
             self._visit(context)
             outcome = Outcome(exchanged=True)
-        self._resumed = time.perf_counter()
         return outcome
 
     def visit_is_due(self, step: int) -> bool:
@@ -268,7 +256,7 @@ class OuterAsyncAverager(AsyncCenterAverager):
             push = 0.0
             for out in moved:
                 out.zero_()
-        speeds[self.links.index] = 1 / median(self._seconds) if self._seconds else 0.0
+        speeds[self.links.index] = max(0.0, self.run.in_steps(1.0))  # 0 while it is NaN
         late[self.links.index] = 1
         seen = self._client.push_pull([*moved, speeds, late], push, p, self.next_round)()
         self.observe_late(late)

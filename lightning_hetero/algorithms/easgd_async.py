@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-import torch
 from typing_extensions import override
 
 from lightning_hetero.algorithms.async_center import AsyncCenterAverager, Views, check_home
@@ -17,6 +16,7 @@ from lightning_hetero.argument_checks import one_of
 from lightning_hetero.comm.centers.base import PushPull
 from lightning_hetero.comm.centers.client import CenterOptions, Home
 from lightning_hetero.comm.compression import refuse_low_bit
+from lightning_hetero.comm.staging import memory_like
 from lightning_hetero.errors import NotFiniteError
 
 
@@ -65,7 +65,7 @@ class PushPullAverager(AsyncCenterAverager, ElasticBase):
     def prepare(self) -> Outcome | None:
         outcome = super().prepare()
         self._exchange: Callable[[], Outcome] | None = None
-        self._difference = [torch.empty_like(c) for c in self.last_center]
+        self._difference = [memory_like(c) for c in self.last_center]
         self._snapshot = self._packed[: self.replica.included]
         return outcome
 

@@ -261,19 +261,22 @@ class _PendingBucket:
 
     Args:
         bucket: with the gradients of this rank.
+
+    Attributes:
+        stage: copies the gradients to the host and back, beside the rest of the backward pass.
+        ready: an event that passes once the gradients are there.
     """
 
     def __init__(self, bucket: dist.GradBucket) -> None:
         self.buffer, self.parameters, self.gradients = bucket.buffer(), bucket.parameters(), bucket.gradients()
-        devices: list[int | str | torch.device] = [] if self.buffer.device.type == "cpu" else [self.buffer.device]
-        self._future: Future[Any] = Future(devices=devices)
+        self.stage = stage_of(self.buffer.device)
+        self.ready = self.stage.ready()
+        self._future: Future[Any] = Future(devices=[self.buffer.device] if self.stage.has_streams else [])
         self.future: Future[Tensor] = self._future.then(self._outcome)
         self.missing: set[int] = set()  # bundles
 
     def end(self, error: BaseException | None) -> None:
-        """Let DDP go on: the means are there, or there will be none."""
-        if self.buffer.device.type == "cuda":
-            torch.cuda.current_stream(self.buffer.device).synchronize()
+        """Let DDP go on: the means are on their way in the current stream, or there will be none."""
         self._error = error
         self._future.set_result(self.buffer)
 
@@ -345,16 +348,15 @@ class GradientWire:
         if bucket.index() == 0:
             self._begin()
         waiting, ready = _PendingBucket(bucket), []
-        on_device = waiting.buffer.device.type != "cpu"
-        for p, gradient in zip(waiting.parameters, waiting.gradients, strict=True):
-            number, part = self._places[id(p)]
-            part.copy_(gradient.reshape(-1).to(part.dtype), non_blocking=on_device)
-            waiting.missing.add(number)
-            self._absent[number] -= 1
-            if not self._absent[number]:
-                ready.append(number)
-        if on_device:
-            self._copied = stage_of(waiting.buffer.device).ready()
+        with waiting.stage.after(waiting.ready):
+            for p, gradient in zip(waiting.parameters, waiting.gradients, strict=True):
+                number, part = self._places[id(p)]
+                part.copy_(gradient.reshape(-1).to(part.dtype), non_blocking=waiting.stage.has_streams)
+                waiting.missing.add(number)
+                self._absent[number] -= 1
+                if not self._absent[number]:
+                    ready.append(number)
+            self._copied = waiting.stage.ready()
         with self._lock:
             self._waiting.append(waiting)
         for number in ready:
@@ -410,10 +412,12 @@ class GradientWire:
                         done.append(waiting)
             self._waiting = [waiting for waiting in self._waiting if waiting not in done]
         for waiting in done:
-            if error is None:
-                for p, gradient in zip(waiting.parameters, waiting.gradients, strict=True):
-                    gradient.copy_(self._places[id(p)][1].view(gradient.shape))
-            waiting.end(error)
+            with waiting.stage.after(waiting.ready):
+                if error is None:
+                    for p, gradient in zip(waiting.parameters, waiting.gradients, strict=True):
+                        mean = self._places[id(p)][1].view(gradient.shape)
+                        gradient.copy_(mean, non_blocking=waiting.stage.has_streams)
+                waiting.end(error)
 
     # -- what goes from step to step -----------------------------------------------------------------
 

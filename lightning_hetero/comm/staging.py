@@ -1,7 +1,7 @@
 """Staging buffers: what goes between a device and the network is copied through pinned memory of the host."""
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
 from typing import Any
@@ -49,6 +49,8 @@ class HostStage:
         self._stream: Any = self._module.Stream(device) if self.has_streams else None
         self._buffers: dict[torch.dtype, Tensor] = {}
         self._copied: Any = None  # an event that passes once the latest copies of `copy_beside` are there
+        # Memory of `upload`, with an event that passes once the device has read it: one is filled, the other one read.
+        self._uploads: list[tuple[Tensor, Any]] = [(torch.empty(0), None)] * 2
 
     def ready(self) -> Any:
         """An event that passes when all that the device has been given by now is done; ``None`` without streams."""
@@ -136,6 +138,30 @@ class HostStage:
             use(host)
             own.copy_(host, non_blocking=self.has_streams)
 
+    @torch.no_grad()
+    def upload(self, parts: Sequence[Tensor], dtype: torch.dtype, most: int) -> list[Tensor]:
+        """Copies on the device of tensors that lie in pageable memory of the host, or have another dtype.
+
+        They go through pinned memory: else the host waits for each, and the device gets them several times slower.
+
+        Args:
+            parts: on the host.
+            dtype: of the copies.
+            most: number of values that calls usually copy at most.
+        """
+        sizes = [part.numel() for part in parts]
+        (memory, is_read), other = self._uploads
+        if is_read is not None:
+            is_read.synchronize()
+        if memory.dtype != dtype or len(memory) < sum(sizes):
+            memory = pinned(max(sum(sizes), most), dtype)
+        used = memory[: sum(sizes)]
+        for place, part in zip(used.split(sizes), parts, strict=True):
+            place.copy_(part.reshape(-1))
+        there = used.to(self._device, non_blocking=self.has_streams)
+        self._uploads = [other, (memory, self.ready())]
+        return [own.view(part.shape) for own, part in zip(there.split(sizes), parts, strict=True)]
+
     def _buffer(self, like: Tensor) -> Tensor:
         kept = self._buffers.get(like.dtype)
         if kept is None or len(kept) < len(like):
@@ -176,7 +202,7 @@ def pinned(length: int, dtype: torch.dtype) -> Tensor:
     try:
         return torch.empty(length, dtype=dtype, pin_memory=True)
     except RuntimeError as error:
-        if torch.accelerator.is_available() and not _pageable:
+        if getattr(torch, "accelerator", torch.cuda).is_available() and not _pageable:  # from 2.6 on
             _pageable = True
             with suppress(UserWarning):  # also where warnings are errors
                 warnings.warn(

@@ -318,12 +318,22 @@ class Replica:
             values, parts, size = list[Tensor](), list[Tensor](), 0
             for value, part in _cut(group, flat, limit):
                 if values and size + value.nbytes > limit:
-                    yield values, [p.to(v, non_blocking=True) for v, p in zip(values, parts, strict=True)]
+                    yield from self._on_device(values, parts)
                     values, parts, size = [], [], 0
                 values.append(value)
                 parts.append(part)
                 size += value.nbytes
-            yield values, [p.to(v, non_blocking=True) for v, p in zip(values, parts, strict=True)]
+            yield from self._on_device(values, parts)
+
+    def _on_device(self, values: list[Tensor], parts: list[Tensor]) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
+        """Values of one dtype, and their parts of a vector where the values are; for as long as these are used."""
+        dtype = values[0].dtype
+        if parts[0].device.type == "cpu" and (parts[0].dtype != dtype or not parts[0].is_pinned()):
+            copies = stage_of(self._device).upload(parts, dtype, self._piece // dtype.itemsize)
+        else:
+            copies = [part.to(value, non_blocking=True) for value, part in zip(values, parts, strict=True)]
+        yield values, copies
+        copies.clear()  # else they are there beside the next ones
 
     @torch.no_grad()
     def unpack(self, flats: Sequence[Tensor]) -> None:
@@ -370,12 +380,15 @@ class Replica:
 
     @contextmanager
     def with_values(self, flats: Sequence[Tensor]) -> Iterator[None]:
-        """Let the model hold other values within a block: its tensors are parts of the vectors, or copies in shards.
+        """Let the model hold other values within a block.
+
+        On the CPU its tensors are parts of the vectors, unless it is in shards. Else the values are copied there, and
+        its own are kept on the host: a device has no room for a second model.
 
         Args:
             flats: vectors as :meth:`pack` returns them, on any device, of any floating dtype.
         """
-        if is_sharded(self._module):  # the tensors of the groups are views of its own
+        if self._device.type != "cpu" or is_sharded(self._module):  # the tensors of the groups are views of its own
             before = self.pack()
             try:
                 self.unpack(flats)

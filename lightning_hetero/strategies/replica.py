@@ -33,6 +33,7 @@ from lightning_hetero.checkpoint.writer import BackgroundWriter
 from lightning_hetero.checkpoint_sections import FORMAT
 from lightning_hetero.comm.agreement import check_equal, raise_on_all
 from lightning_hetero.comm.all_reduce import Traffic
+from lightning_hetero.comm.object_collectives import portable
 from lightning_hetero.comm.retry import collective
 from lightning_hetero.comm.topology import ReplicaKind, Topology
 from lightning_hetero.errors import ConfigurationError, UnsupportedError
@@ -266,6 +267,8 @@ class ReplicaStrategy(HeteroStrategy):
                 return saving.copied_for_join(io, self.module, state, values)
             if is_sharded(self.module):
                 return {name: value.detach().clone() for name, value in state.items()}
+            if self.root_device.type != "cpu":
+                return portable(dict(state))  # the device has no room for a copy
             return dict(state) if isinstance(io, BackgroundWriter) else deepcopy(dict(state))
 
     def _identity(self) -> CheckpointIdentity:

@@ -1,7 +1,8 @@
 """A budget of host waits: how often a training step makes the host wait for the device, for every strategy.
 
 What would wait on CUDA is counted on the training thread by a dispatch mode: reading a value, copies between device and
-host that are not asynchronous, and operators whose result has a size that only the device knows.
+host that are not asynchronous or whose memory is pageable, and operators whose result has a size that only the device
+knows.
 """
 
 import sys
@@ -43,6 +44,9 @@ class HostWaits(TorchDispatchMode):
             self.count[operator] += 1
         if operator in COPIES and len(on_device) == 2 and not _asynchronous(func, args, kwargs or {}):
             self.count[operator] += 1
+        elif operator in COPIES and len(on_device) == 2:
+            host = next(tensor for tensor in tensors if tensor.device.type == "cpu")
+            self.count["pageable memory"] += not host.is_pinned()
         return out
 
 
@@ -125,7 +129,7 @@ def counted(row: Row) -> list[int]:
         callbacks=[budget],
     )
     with waits:
-        loader = DataLoader(dataset(12 * STEPS), batch_size=6)
+        loader = DataLoader(dataset(12 * STEPS), batch_size=6, pin_memory=True)
         trainer.fit(Plain(row.momentum), loader, loader)
     return budget.steps[3:]
 

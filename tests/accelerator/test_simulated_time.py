@@ -2,16 +2,24 @@
 
 import warnings
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import fake_device
+import lightning.pytorch as pl
 import pytest
 import torch
+import torch.distributed as dist
 from ranks import run
+from tasks import FAST, Net, dataset
+from torch.utils.data import DataLoader
 
+from lightning_hetero import DiLoCoAsyncStrategy
 from lightning_hetero.batching.timer import StepTimer
 from lightning_hetero.comm import staging
+from lightning_hetero.comm.gradients import GradientWire
 from lightning_hetero.comm.staging import HostStage
+from lightning_hetero.replicas import vectors
 from lightning_hetero.replicas.vectors import Replica
 
 MS = 1e-3
@@ -211,6 +219,39 @@ def test_the_control_a_copy_that_is_awaited_holds_host_and_device_up(on_device):
     assert found["device"] == pytest.approx((4 + 3 + 1) * MS)
 
 
+def written_back(dtype: torch.dtype, is_pinned: bool) -> tuple[float, float, int, int]:
+    """Seconds of the host and the device for 16 pieces of 1 ms, pinned vectors that were made, and wrong values."""
+    vectors.SMALLEST, usual, made = 4, staging.pinned, list[int]()
+    staging.pinned = lambda length, dtype: made.append(length) or usual(length, dtype)
+    replica = Replica(model := torch.nn.Linear(16 * ELEMENTS, 1, bias=False).to("fake"))
+    wrong = 0
+    for number in range(3):
+        flat = torch.arange(16.0 * ELEMENTS, dtype=dtype) + number
+        flat = flat.pin_memory() if is_pinned else flat
+        torch.fake.synchronize()
+        torch.fake.cost("copy", 1 * MS / (4 * ELEMENTS))
+        began = torch.fake.now()
+        replica.unpack([flat])
+        host = torch.fake.now() - began
+        torch.fake.synchronize()
+        device = torch.fake.now() - began
+        wrong += int((model.weight.detach().cpu().view(-1) != flat).sum())
+    return host, device, len(made), wrong
+
+
+@pytest.mark.parametrize(("dtype", "is_pinned"), [(torch.float32, False), (torch.float64, True)])
+def test_what_is_pageable_or_of_another_dtype_goes_back_through_pinned_memory(on_device, dtype, is_pinned):
+    """The host fills a piece of pinned memory while the device reads the other one, and makes both once."""
+    host, device, made, wrong = on_device(written_back, dtype, is_pinned)
+    assert (made, wrong) == (2, 0)
+    assert host == pytest.approx(14 * MS)
+    assert device == pytest.approx(16 * MS)
+
+
+def test_what_is_pinned_goes_back_while_the_host_goes_on(on_device):
+    assert on_device(written_back, torch.float32, True) == (0, pytest.approx(16 * MS), 0, 0)
+
+
 def copied_late(mutant: str) -> float:
     """Time at which the device is done, if the forward pass is shorter than the copy: 1 ms."""
     replica = Replica(model := torch.nn.Linear(ELEMENTS, 1, bias=False).to("fake"))
@@ -259,3 +300,59 @@ def awaited(changes: str) -> list[float]:
 def test_snapshots_are_awaited_where_parameters_change_in_place(on_device, changes, waits):
     """Otherwise a message would mix old and new values, and each rank of a replica would send other ones."""
     assert on_device(awaited, changes) == pytest.approx([wait * MS for wait in waits])
+
+
+# -- gradients on a wire -------------------------------------------------------------------------------------
+
+
+def on_a_wire() -> dict[str, float]:
+    """A bucket travels: 4 ms to the host, and 4 ms back; the backward pass goes on for 6 ms."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    model = torch.nn.BatchNorm1d(ELEMENTS).to("fake")
+    buffer, parameters = torch.ones(2 * ELEMENTS, device="fake"), list(model.parameters())
+    wire = GradientWire("powersgd:1", model, dist.group.WORLD)
+    values = {"buffer": buffer, "parameters": parameters, "gradients": list(buffer.split(ELEMENTS)), "index": 0}
+    bucket = SimpleNamespace(**{name: lambda value=value: value for name, value in values.items()})
+    torch.fake.cost("copy", 4 * MS / (8 * ELEMENTS))
+    torch.fake.cost("aten::mul", 6 * MS)
+    torch.fake.synchronize()
+    began = torch.fake.now()
+    future = wire.hook(None, bucket)
+    model.weight.detach().mul(1.0)
+    host = torch.fake.now() - began
+    future.wait()
+    torch.fake.synchronize()
+    device = torch.fake.now() - began
+    dist.destroy_process_group()
+    return {"host": host, "device": device, "ones": float(buffer.cpu().mean())}
+
+
+def test_gradients_travel_beside_the_backward_pass(on_device):
+    found = on_device(on_a_wire)
+    assert found["host"] == 0
+    assert found["device"] == pytest.approx((4 + 4) * MS)
+    assert found["ones"] == 1
+
+
+# -- choices by speed ----------------------------------------------------------------------------------------
+
+
+class Slow(Net):
+    """A step takes the device of rank 0 10 ms, and that of rank 1 40 ms. Their hosts are equally fast."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        torch.fake.sleep((10 + 30 * self.global_rank) * MS)
+        self.local_steps = self.trainer.strategy.averager.local_steps
+        return self.loss(batch)
+
+
+def paced() -> int:
+    warnings.filterwarnings("ignore", "Ranks .* share ")
+    settings = {**FAST, "accelerator": fake_device.load_if_given(), "devices": 1, "num_nodes": 2, "max_steps": 60}
+    trainer = pl.Trainer(strategy=DiLoCoAsyncStrategy(tau=8, balance="off", timeout=60), **settings)
+    trainer.fit(module := Slow(), DataLoader(dataset(2 * 60 * 4), batch_size=4))
+    return module.local_steps
+
+
+def test_local_steps_follow_the_devices_speeds_and_not_the_hosts(fake: str) -> None:
+    assert run(paced, 2, nodes=[1, 1], env={"FAKE_LIBRARY": fake}) == [8, 2]

@@ -32,7 +32,7 @@ def states_of(path: Path | str) -> Any:
 def same_state(one: Any, two: Any) -> bool:
     """Whether states are equal bit for bit, but for times that were measured."""
     if isinstance(one, dict):
-        names = [name for name in one if name not in ("rhythm", "lasted", "_rates", "_seconds")]
+        names = [name for name in one if name not in ("rhythm", "lasted", "_rates")]
         return one.keys() == two.keys() and all(same_state(one[name], two[name]) for name in names)
     if isinstance(one, list | tuple):
         return len(one) == len(two) and all(map(same_state, one, two))

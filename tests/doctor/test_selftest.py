@@ -96,6 +96,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch, names: list[str], used: list[float], c
         "get_device_properties": properties.__getitem__,
         "get_device_name": names.__getitem__,
         "mem_get_info": memory,
+        "can_device_access_peer": lambda one, other: cards[one][0] == cards[other][0],
     }.items():
         monkeypatch.setattr(torch.cuda, name, value)
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 27, 1))
@@ -107,6 +108,53 @@ def test_without_a_gpu_rows_say_so() -> None:
     assert devices.found.startswith("no GPU; ")
     assert devices.found.endswith(" cores. Checks run on 2 CPU ranks")
     assert [row.verdict for row in selftest._waits_and_memory(CPUS)] == ["not here"] * 2
+
+
+@pytest.mark.parametrize(
+    ("visible", "seen", "driver", "words"),
+    [
+        ("MIG-1,MIG-1", 0, True, "CUDA_VISIBLE_DEVICES names 2, and PyTorch sees 0: name none twice"),
+        ("MIG-1,MIG-2", 1, True, "CUDA_VISIBLE_DEVICES names 2, and PyTorch sees 1"),
+        ("0,1", 2, True, ""),
+        ("", 0, True, ""),  # as the user wants it
+        ("-1", 0, True, ""),
+        (None, 0, True, "this machine has NVIDIA's driver, but PyTorch"),
+        (None, 0, False, ""),
+        (None, 1, True, ""),
+    ],
+)
+def test_devices_that_are_not_seen_are_told(
+    monkeypatch: pytest.MonkeyPatch, visible: str | None, seen: int, driver: bool, words: str
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    monkeypatch.setattr(selftest, "DRIVER", os.devnull if driver else "/nowhere")
+    rows = gpus(monkeypatch, ["A100"] * seen, [0.1] * seen, ["a", "b"][:seen])
+    assert [row.found.startswith(words) for row in rows if row.verdict == "warning"] == [True] * bool(words)
+
+
+def test_a_rank_that_is_named_late_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A busy machine is no fault of the package; an error that names nobody is."""
+
+    def found(error: str, seconds: float) -> list[str]:
+        ranks = [selftest.RankOutcome([], 1, f"RuntimeError: {error}\n", seconds)] * 2
+        monkeypatch.setattr(selftest, "run", lambda *_: ranks)
+        return [row.verdict for row in selftest._failures(CPUS)]
+
+    assert found("rank 1 has ended", 2.0) == ["ok"] * 3
+    assert found("rank 1 has ended", 60.0) == ["warning"] * 3
+    assert found("somebody has ended", 2.0) == ["FAILED"] * 3
+
+
+def test_only_synchronising_operations_count_as_waits() -> None:
+    said = ["called a synchronizing CUDA operation (Triggered internally at ...)", "a step is slow", "called a sync"]
+    count = selftest._CountOnDevice([SimpleNamespace(message=UserWarning(text)) for text in said])
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("memory_allocated", "reset_peak_memory_stats"):
+            patch.setattr(torch.cuda, name, lambda: 0)
+        count.on_train_batch_start()
+    assert count.waits == [1]
 
 
 def test_a_full_gpu_is_a_row_of_each_check(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -129,6 +177,7 @@ def test_one_gpu_is_shared(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_unlike_gpus_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = gpus(monkeypatch, ["A100", "T4"], [0.1, 0.1], ["a", "b"])
     assert rows[-1].found == "unlike: A100, T4. Shares follow their speed"
+    assert rows[-2] == Row("topology", "ok", "of 1 pairs of devices, 0 reach each other's memory directly")
 
 
 def test_slices_and_full_gpus_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
