@@ -153,8 +153,20 @@ def test_only_synchronising_operations_count_as_waits() -> None:
     with pytest.MonkeyPatch.context() as patch:
         for name in ("memory_allocated", "reset_peak_memory_stats"):
             patch.setattr(torch.cuda, name, lambda: 0)
-        count.on_train_batch_start()
+        count.on_train_batch_start(SimpleNamespace(strategy=None))
     assert count.waits == [1]
+
+
+@pytest.mark.parametrize(("waits", "exchanges", "verdict"), [(10, 0, "warning"), (10, 9, "ok"), (20, 10, "warning")])
+def test_a_wait_in_every_other_step_is_told(
+    monkeypatch: pytest.MonkeyPatch, waits: int, exchanges: int, verdict: str
+) -> None:
+    report = {"name": "", "waits": waits, "exchanges": exchanges, "steps": 19, "held": 0.0, "most": 0.0}
+    ranks = [[selftest.RankOutcome([{**report, "name": entry.name}], 0, "", 1.0)] * 2 for entry in selftest.ENTRIES]
+    monkeypatch.setattr(selftest, "run", lambda *_: ranks.pop(0))
+    for row in selftest._waits_and_memory(Devices("cuda", 1, 2)):
+        assert row.verdict == verdict
+        assert row.found.startswith(f"{waits} waits in 19 steps with {exchanges} exchanges")
 
 
 def test_a_full_gpu_is_a_row_of_each_check(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -191,7 +203,7 @@ def test_slices_and_full_gpus_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def outcome(strategies: list[str], status: int = 0) -> selftest.RankOutcome:
-    reports = [{"name": name, "waits": 0, "held": 0.0, "most": 0.0} for name in strategies]
+    reports = [{"name": name, "waits": 0, "exchanges": 0, "steps": 19, "held": 0.0, "most": 0.0} for name in strategies]
     return selftest.RankOutcome(reports, status, "RuntimeError: it broke\n", 1.0)
 
 
@@ -224,11 +236,19 @@ for name in ("set_sync_debug_mode", "empty_cache", "reset_peak_memory_stats"):
     setattr(torch.cuda, name, lambda *_: None)
 torch.cuda.memory_allocated = torch.cuda.max_memory_allocated = lambda: 0
 warnings.simplefilter("ignore")
+
+class Careless(selftest._Module):  # it waits in every other step
+    def __init__(self, **given):
+        super().__init__(lambda step: step % 2 and warnings.warn(f"a synchronizing CUDA operation {step}"), **given)
+
 selftest._on_device("cpu", "hetero_ddp", "hetero_daso")
+selftest._Module = Careless
+selftest._on_device("cpu", "hetero_ddp")
 """
     env = {**os.environ, "WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
     env |= {"MASTER_PORT": "0", "LOCAL_WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": "selftest"}
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120)
     found = [json.loads(line[len(selftest.MARK) :]) for line in done.stdout.splitlines() if selftest.MARK in line]
-    assert [report["name"] for report in found] == ["hetero_ddp", "hetero_daso"], done.stderr
-    assert all(report["waits"] == 0 for report in found)
+    assert [report["name"] for report in found] == ["hetero_ddp", "hetero_daso", "hetero_ddp"], done.stderr
+    assert [report["waits"] for report in found] == [0, 0, 9]
+    assert [report["steps"] for report in found] == [19] * 3
