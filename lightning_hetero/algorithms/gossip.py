@@ -3,7 +3,6 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-import torch
 from torch import Tensor
 from typing_extensions import override
 
@@ -12,7 +11,7 @@ from lightning_hetero.algorithms.peers import GossipAverager, PairAverager, Push
 from lightning_hetero.algorithms.state import Own
 from lightning_hetero.algorithms.topologies import DIRECTED, MATCHINGS, Rule, rule_of
 from lightning_hetero.argument_checks import at_least_one, one_of
-from lightning_hetero.replicas.vectors import wide_dtype
+from lightning_hetero.comm.staging import memory_like
 
 
 @dataclass
@@ -62,7 +61,7 @@ class MatchedAverager(RoundGossipAverager, PairAverager):
     def after_step(self, context: StepContext) -> None:
         if not self.overlap:
             self._offer(context, context.step)
-        if (met := self.client.meet()) is not None:
+        if (met := self.client.meet(self._spare)) is not None:
             self.replica.add(*met)
 
     def _offer(self, context: StepContext, step: int) -> None:
@@ -92,7 +91,8 @@ class DirectedAverager(RoundGossipAverager, PushAverager):
         if self.exchange == "pull":
             targets, sources = sources, targets
         parts = self.client.parts(self.pack())
-        moves = [[torch.zeros_like(value, dtype=wide_dtype(value)) for value in part] for part in parts]
+        self._spare = self._spare or [memory_like(old) for old in self.reference]
+        moves = [[move.zero_() for move in part] for part in self.client.parts(self._spare)]
         for column, part in zip(self.client, parts, strict=True):
             column.lay_out(part)
             for peer in targets:
@@ -101,9 +101,9 @@ class DirectedAverager(RoundGossipAverager, PushAverager):
             with column.receiving(round_number, sources) as pushes:
                 fresh = [push for push in pushes if push.round_number >= round_number]  # others have long moved on
                 for push in fresh:
-                    for move, away in zip(moved, column.difference(push.vectors), strict=True):
+                    for move, away in column.differences(push.vectors, moved):
                         move.add_(away, alpha=1 / (len(fresh) + 1))
-        self.replica.add(self.client.whole(moves), 1.0)
+        self.replica.add(self.client.whole(moves, self._spare), 1.0)
 
 
 @dataclass
@@ -139,7 +139,7 @@ class FirstComeAverager(PairAverager):
 
     def _collect(self, withdraw: bool = False) -> None:
         """Keep what the offer has brought, if anything, until replicas move by it (collective over the replica)."""
-        if not self.arrived and (brought := self.client.poll(withdraw)) is not None:
+        if not self.arrived and (brought := self.client.poll(self._spare, withdraw)) is not None:
             self.arrived, self.arrived_part = brought
 
     def _move(self) -> None:

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 from typing_extensions import override
 
@@ -12,6 +13,8 @@ from lightning_hetero.algorithms.peers import PairAverager
 from lightning_hetero.algorithms.state import Own, model_values, zeros
 from lightning_hetero.algorithms.topologies import random_matching
 from lightning_hetero.argument_checks import at_least_one, is_number, outer_rates
+from lightning_hetero.comm.all_reduce import in_chunks
+from lightning_hetero.comm.staging import memory_like
 from lightning_hetero.errors import ConfigurationError
 
 
@@ -79,6 +82,13 @@ class NoLoCoAverager(PairAverager):
                 "replicas together, and beyond the bound many replicas swing past each other, further each time."
             )
 
+    @override
+    def prepare(self) -> Outcome | None:
+        # Where the values of `pack` were, if these are as wide as the slow weights: nobody reads them again.
+        pairs = zip(self._packed, self.slow, strict=True)
+        self._gradient = [x if x.dtype == slow.dtype else memory_like(slow) for x, slow in pairs]
+        return super().prepare()
+
     @property
     @override
     def restart_values(self) -> list[Tensor]:
@@ -89,25 +99,27 @@ class NoLoCoAverager(PairAverager):
         round_number, since = divmod(context.step, self.tau)
         if since:
             return None
-        gradient = [slow - x.to("cpu", slow.dtype) for slow, x in zip(self.slow, self.pack(), strict=True)]
+        for gradient, slow, x in in_chunks(self._gradient, self.slow, self.pack()):
+            torch.sub(slow, x, out=gradient)
         whom, _ = self.partners(random_matching, round_number)
         if whom:
             weight = context.samples_per_replica[self.links.index]
-            self.client.offer(self._message(gradient), weight, whom, round_number, origins=0.0)
-        met = self.client.meet()
-        self._step(gradient, met)
+            self.client.offer(self._message(), weight, whom, round_number, origins=0.0)
+        met = self.client.meet(self._spare)
+        self._step(met)
         return Outcome(exchanged=met is not None)
 
-    def _message(self, gradient: Sequence[Tensor]) -> list[Tensor]:
+    def _message(self) -> list[Tensor]:
         """``u``, without what belongs to the values that all have begun with."""
-        message = [slow - origin for slow, origin in zip(self.slow, self.reference, strict=True)]
-        for rates, part, its in self._by_kind(message, gradient):
+        for message, slow, origin in zip(self._spare, self.slow, self.reference, strict=True):
+            torch.sub(slow, origin, out=message)
+        for rates, part, its in self._by_kind(self._spare, self._gradient):
             part.mul_(rates.pull).sub_(its, alpha=rates.lr)
-        return message
+        return self._spare
 
-    def _step(self, gradient: Sequence[Tensor], met: tuple[list[Tensor], float] | None) -> None:
+    def _step(self, met: tuple[list[Tensor], float] | None) -> None:
         """The outer step, with the difference from the partner's ``u`` if there is any."""
-        for rates, velocity, its in self._by_kind(self.velocity, gradient):
+        for rates, velocity, its in self._by_kind(self.velocity, self._gradient):
             velocity.mul_(rates.momentum).sub_(its, alpha=rates.lr)
         if met is not None:
             for velocity, away in zip(self.velocity, met[0], strict=True):

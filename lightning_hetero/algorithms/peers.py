@@ -13,10 +13,12 @@ from lightning_hetero.algorithms.base import Averager, Outcome, StepContext, Tra
 from lightning_hetero.algorithms.state import Own, VectorStart
 from lightning_hetero.algorithms.topologies import Rule, sends
 from lightning_hetero.argument_checks import is_number
+from lightning_hetero.comm.all_reduce import in_chunks
 from lightning_hetero.comm.compression import Wire, refuse_low_bit
 from lightning_hetero.comm.gossip import ReceivedPush
 from lightning_hetero.comm.gossip_client import Endpoint, PairClient, PushClients, pair_client
 from lightning_hetero.comm.gossip_peers import EXCHANGE
+from lightning_hetero.comm.staging import memory_like
 from lightning_hetero.errors import ConfigurationError
 from lightning_hetero.replicas.optimizer_states import zero_nonfinite_state
 
@@ -138,6 +140,11 @@ class PairAverager(GossipAverager[PairClient]):
 
     connect = staticmethod(pair_client)
 
+    @override
+    def prepare(self) -> Outcome | None:
+        self._spare = [memory_like(old) for old in self.reference]  # for differences from peers
+        return super().prepare()
+
 
 @dataclass
 class PushAverager(GossipAverager[PushClients]):
@@ -204,7 +211,7 @@ class WeightedColumn:
         """
         if not weight:
             return
-        for x, vector, origin in zip(self.x, vectors, self.origin, strict=True):
+        for x, vector, origin in in_chunks(self.x, vectors, self.origin):
             x.add_(vector.to(x.dtype), alpha=sign)
             if self.wire != "fp32":
                 x.add_(origin, alpha=sign * weight)
@@ -249,9 +256,8 @@ class WeightedPushAverager(PushAverager):
     ) -> list[WeightedColumn]:
         """Each column after :meth:`learn`, if these are ``x`` and ``z_after``."""
         held = self.held(x)
-        own = [value.to("cpu", old.dtype) for value, old in zip(z, x, strict=True)]
         share = samples_per_replica[self.links.index] * len(samples_per_replica) / sum(samples_per_replica)
-        for column, part in zip(held, self.client.parts(own), strict=True):
+        for column, part in zip(held, self.client.parts(z), strict=True):
             self.learn(column, part, share)
         return held
 
@@ -273,11 +279,19 @@ class WeightedPushAverager(PushAverager):
                 column.set_weight(mean)
         self.keep(held)
 
-    def unbiased(self, held: Sequence[WeightedColumn]) -> list[Tensor]:
-        """``z = x / w``."""
-        parts = zip(held, self.client.parts(self._packed), strict=True)
-        z = [[x / column.weight for x in column.x] if column.weight else part for column, part in parts]
-        return self.client.whole(z)
+    def unbiased(self, held: Sequence[WeightedColumn], wide: bool = False) -> list[Tensor]:
+        """``z = x / w``, in the place of what was packed.
+
+        Args:
+            held: of each column.
+            wide: in the dtype of ``x``, which may be wider than the model's.
+        """
+        z = [flat.to(x.dtype) for flat, x in zip(self._packed, self.x, strict=True)] if wide else self._packed
+        parts = self.client.parts(z)
+        for column, part in zip(held, parts, strict=True):
+            for value, x in in_chunks(part, column.x) if column.weight else ():
+                value.copy_(x / column.weight)
+        return self.client.whole(parts, z)
 
     @override
     def consensus(self, context: StepContext) -> list[Tensor]:
@@ -287,7 +301,7 @@ class WeightedPushAverager(PushAverager):
             column.take(pushes)
         weights = self.links.gather_in_columns([column.weight for column in held])
         if self.client.cut is None:
-            return self.links.average(self.unbiased(held), weights[0], self.reference).mean
+            return self.links.average(self.unbiased(held, wide=True), weights[0], self.reference).mean
         # Replicas have other weights in each column: so the differences from the reference are weighted here.
         moved = [
             [x + (1 - column.weight) * old for x, old in zip(column.x, column.origin, strict=True)] for column in held

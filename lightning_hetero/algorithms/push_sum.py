@@ -11,6 +11,7 @@ from lightning_hetero.algorithms.base import StepContext
 from lightning_hetero.algorithms.peers import WeightedColumn, WeightedPushAverager
 from lightning_hetero.algorithms.topologies import DIRECTED, Rule, rule_of
 from lightning_hetero.argument_checks import at_least_one
+from lightning_hetero.comm.all_reduce import in_chunks
 from lightning_hetero.comm.gossip_client import PushClient
 
 _LEAST = 1e-3  # weight below which nothing is given away: values would lose their digits
@@ -76,15 +77,15 @@ class PushSumAverager(WeightedPushAverager):
     def learn(self, column: WeightedColumn, z: Sequence[Tensor], share: float) -> None:
         if not column.weight:
             column.weight = share
-            for x, value in zip(column.x, z, strict=True):
-                torch.mul(value, share, out=x)
+            for x, value in in_chunks(column.x, z):
+                torch.mul(value.to(x.dtype), share, out=x)
             return
         s = min(share, (1.0 if column.alone else _MOST) * max(share, 1.0) * column.weight)
-        for x, value in zip(column.x, z, strict=True):
+        for x, value in in_chunks(column.x, z):
             x.add_(value - x / column.weight, alpha=s)
 
     def _give(self, column: WeightedColumn, client: PushClient, to: Sequence[int], round_number: int) -> None:
         part = 0.0 if column.alone or column.weight < _LEAST else column.weight / (len(to) + 1)
-        client.lay_out((x / (len(to) + 1) for x in column.x), part)
+        client.lay_out(column.x, part, len(to) + 1)
         for _ in [peer for peer in to if client.send(peer, round_number, part)]:
             column.add(client.outgoing, part, -1)

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, repeat
@@ -39,6 +39,12 @@ AveragePart = Literal["mean", "away", "difference"]
 Between = Literal["auto", "nccl", "gloo"]
 T = TypeVar("T")
 CHUNK = 1 << 16  # elements that are worked on at a time, so that several vectors of them fit into a core's cache
+
+
+def in_chunks(*lists: Sequence[Tensor]) -> Iterator[tuple[Tensor, ...]]:
+    """Chunks of the vectors of several lists, side by side: what is computed of them takes no memory of their size."""
+    for vectors in zip(*lists, strict=True):
+        yield from zip(*(vector.split(CHUNK) for vector in vectors), strict=True)
 
 
 @dataclass(frozen=True)

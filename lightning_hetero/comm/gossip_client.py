@@ -12,7 +12,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from lightning_hetero.comm.all_reduce import ReplicaLinks
+from lightning_hetero.comm.all_reduce import ReplicaLinks, in_chunks
 from lightning_hetero.comm.compression import DTYPES
 from lightning_hetero.comm.gossip import (
     ANY,
@@ -80,28 +80,35 @@ class PeerClient(Generic[T]):
         # The leader, who sends it, lays it out straight in the outbox.
         self.outgoing: Sequence[Tensor] = _like(origin, wire) if transport is None else transport.outbox.vectors
 
-    def lay_out(self, values: Iterable[Tensor], origins: float = 1.0) -> None:
+    def lay_out(self, values: Sequence[Tensor], origins: float = 1.0, divisor: int = 1) -> None:
         """Write values where they are sent from, in the format of the wire.
 
         Args:
             values: vectors like the origin.
-            origins: how much of the origin is in them.
+            origins: how much of the origin is in what is sent.
+            divisor: by which the values are divided.
 
         Raises:
             NotFiniteError: they are too large for the wire: fp16 holds numbers up to 65504 only.
         """
-        for place, value, origin in zip(self.outgoing, values, self._origin, strict=True):
-            own = value.to("cpu", origin.dtype)
+        for place, value, origin in in_chunks(self.outgoing, values, self._origin):
+            own = value.to(origin.dtype) if divisor == 1 else value.to(origin.dtype) / divisor
             place.copy_(own if self._narrow is None else own - origins * origin)
         if self._narrow is torch.float16 and not finite(self.outgoing):
             raise NotFiniteError([self.links.index])
 
-    def difference(self, theirs: Sequence[Tensor]) -> list[Tensor]:
-        """A peer's values, as they have come, minus what is laid out here."""
-        return [
-            their.to(origin.dtype) - own.to(origin.dtype)
-            for their, own, origin in zip(theirs, self.outgoing, self._origin, strict=True)
-        ]
+    def differences(self, theirs: Sequence[Tensor], beside: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+        """A peer's values, as they have come, minus what is laid out here: in chunks.
+
+        Args:
+            theirs: the peer's values.
+            beside: vectors of the same lengths.
+
+        Yields:
+            A chunk of ``beside``, and the difference, in its dtype.
+        """
+        for their, own, other in in_chunks(theirs, self.outgoing, beside):
+            yield other, their.to(other.dtype) - own.to(other.dtype)
 
     def broadcast(self, numbers: Sequence[float], vectors: Sequence[Tensor]) -> list[float]:
         """Give all ranks of the replica what its leader has: numbers, and vectors unless the first number is 0."""
@@ -169,30 +176,34 @@ class PairClient(PeerClient[PairTransport]):
         if self.transport is not None:
             self.transport.offer(weight, whom, round_number)
 
-    def meet(self) -> tuple[list[Tensor], float] | None:
+    def meet(self, out: list[Tensor]) -> tuple[list[Tensor], float] | None:
         """The result of the offer, if there is one, within the deadline; if there is none the peer is missed.
 
         Collective over the replica.
 
+        Args:
+            out: where to write the difference: vectors like the origin, which stay as they are without a result.
+
         Returns:
             The difference of the peer's values from those that were offered, and the part of the way to go.
         """
-        offered, found = self.offered, self._result(self._deadline, withdraw=True)
+        offered, found = self.offered, self._result(self._deadline, out, withdraw=True)
         if offered and found is None:
             self.miss(self._whom[0])
         return found
 
-    def poll(self, withdraw: bool = False) -> tuple[list[Tensor], float] | None:
+    def poll(self, out: list[Tensor], withdraw: bool = False) -> tuple[list[Tensor], float] | None:
         """The result of the offer by now, as :meth:`meet` gives it (collective over the replica).
 
         Args:
+            out: see :meth:`meet`.
             withdraw: the offer, if it has brought nothing.
         """
         for peer in [] if self.transport is None else self.transport.take_misses():
             self.miss(peer)
-        return self._result(0.0, withdraw)
+        return self._result(0.0, out, withdraw)
 
-    def _result(self, wait: float, withdraw: bool) -> tuple[list[Tensor], float] | None:
+    def _result(self, wait: float, out: list[Tensor], withdraw: bool) -> tuple[list[Tensor], float] | None:
         if not self.offered:
             return None
         began, swap, vectors = time.perf_counter(), None, self._theirs
@@ -208,12 +219,13 @@ class PairClient(PeerClient[PairTransport]):
             return None
         self.met[int(peer)] += 1
         traffic.add(int(sent), now - self._began, 0.0)
-        found = self.difference(vectors)
-        self.distance = math.sqrt(sum(float(vector.dot(vector)) for vector in found))
+        for place, away in self.differences(vectors, out):
+            place.copy_(away)
+        self.distance = math.sqrt(sum(float(vector.dot(vector)) for vector in out))
         if isinstance(self.transport, PairsInColumns):
-            self.transport.scale(found, self._weight)
-            return found, 1.0
-        return found, part_of_the_way(weight, self._weight)
+            self.transport.scale(out, self._weight)
+            return out, 1.0
+        return out, part_of_the_way(weight, self._weight)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -230,6 +242,10 @@ class PairClient(PeerClient[PairTransport]):
 
 class PushClient(PeerClient[PushTransport]):
     """Exchanges one way: sends to some peers in each round, and takes what has come from others."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._free: list[list[Tensor]] = []  # where other ranks than the leader get pushes
 
     def send(self, peer: int, round_number: int, weight: float) -> bool:
         """Send what is laid out; whether it has gone (collective over the replica)."""
@@ -257,6 +273,8 @@ class PushClient(PeerClient[PushTransport]):
         yield taken
         if self.transport is not None:
             self.transport.recycle(pushes)
+        else:
+            self._free += [push.vectors for push in taken if push.vectors]
 
     def waiting(self, remove: bool = False) -> list[ReceivedPush]:
         """Pushes that have come and have not been taken (collective over the replica).
@@ -275,10 +293,15 @@ class PushClient(PeerClient[PushTransport]):
         """The leader's pushes, on all ranks of the replica (collective over it)."""
         shared = []
         for i in range(int(self.broadcast([len(pushes)], ())[0])):
-            push = pushes[i] if pushes else ReceivedPush(0, 0, 0.0, [torch.empty_like(sent) for sent in self.outgoing])
+            push = pushes[i] if pushes else ReceivedPush(0, 0, 0.0, self._memory())
             weight, peer, then = self.broadcast([push.weight, push.peer, push.round_number], push.vectors)
             shared.append(ReceivedPush(int(peer), int(then), weight, push.vectors if weight else []))
+            if not (pushes or weight):
+                self._free.append(push.vectors)
         return shared
+
+    def _memory(self) -> list[Tensor]:
+        return self._free.pop() if self._free else [torch.empty_like(sent) for sent in self.outgoing]
 
     @contextmanager
     def _exposed(self) -> Iterator[None]:

@@ -1,6 +1,8 @@
 """Memory that strategies take, beyond the model, its gradients and its optimizer: on a device, and on its host."""
 
 import gc
+import threading
+import traceback
 import warnings
 from pathlib import Path
 from typing import Any
@@ -12,11 +14,12 @@ import torch
 from mixed_tasks import Row
 from ranks import run
 from tasks import FAST
-from test_mixed import ROWS, name
+from test_mixed import ROWS, SLOW, name
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_hetero.comm import staging
 from lightning_hetero.replicas import vectors
 
 STEPS, WIDTH, LAYERS = 10, 256, 8
@@ -31,10 +34,31 @@ ON_HOST = {
     "hetero_ddp": 8,  # buckets on their way through gloo
     "hetero_auto": 16,
     **dict.fromkeys(("hetero_easgd_async", "hetero_easgd_hogwild", "hetero_measgd_async"), 16),
-    "hetero_diloco": 16,
+    **dict.fromkeys(("hetero_diloco", "hetero_node-average_optimizer_state"), 16),
     "hetero_easgd_round_robin": 20,
     **dict.fromkeys(("hetero_gossip", "hetero_gossip_async", "hetero_gossip_push_sum"), 24),
     **dict.fromkeys(("hetero_diloco_async", "hetero_noloco"), 36),
+}
+
+
+#: Options with other vectors on their way than those of :data:`ROWS`.
+FURTHER = [
+    Row("hetero_gossip", {"every_n_steps": 2, "exchange": "push", "topology": "ring", **SLOW}),
+    Row("hetero_gossip", {"every_n_steps": 2, "wire": "bf16", **SLOW}),
+    Row("hetero_gossip_async", {"every_n_steps": 2, "wire": "bf16", **SLOW}),
+    Row("hetero_gossip_push_sum", {"every_n_steps": 2, "wire": "bf16", **SLOW}),
+    Row("hetero_noloco", {"tau": 4, "wire": "bf16", **SLOW}),
+    Row("hetero_node", {"every_n_steps": 3, "average_optimizer_state": True}),
+]
+
+
+def title(row: Row) -> str:
+    return "-".join([name(row), *(key for key in ("exchange", "average_optimizer_state") if key in row.options)])
+
+
+#: Large vectors that the host makes in three steps with an exchange, where it makes any.
+MADE = {
+    "hetero_node-average_optimizer_state": 3,  # of moments: lasting ones would take 8 more bytes per parameter
 }
 
 
@@ -74,44 +98,78 @@ class OnHost(pl.Callback):
         self.bytes = sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
 
 
-class Pinned(pl.Callback):
-    """Counts the requests for pinned memory before each step."""
+class MadeOnHost(TorchDispatchMode):
+    """Notes each large vector that this thread makes on the host, and each in pinned memory, with the lines that ask.
 
-    def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        self.count, self.steps, usual = 0, list[int](), staging.pinned
+    Args:
+        least: bytes of a large one.
+        made: the notes of all threads.
+    """
 
-        def pinned(*args: Any) -> torch.Tensor:
-            self.count += 1
-            return usual(*args)
+    def __init__(self, least: float, made: list[str]) -> None:
+        super().__init__()
+        self.least, self.made = least, made
 
-        for module in (staging, vectors):
-            patch.setattr(module, "pinned", pinned)
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        given = {_place(one) for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)}
+        for one in tree_leaves(out):
+            if not isinstance(one, torch.Tensor) or one.device.type != "cpu" or _place(one) in given:
+                continue
+            if one.untyped_storage().nbytes() >= self.least or (kwargs or {}).get("pin_memory"):
+                own = [line for line in traceback.extract_stack() if "lightning_hetero/" in line.filename]
+                lines = [f"{Path(line.filename).name}:{line.lineno}" for line in own[:-4:-1]]
+                self.made.append(f"{func} in {' < '.join(lines)}")
+        return out
+
+
+def _place(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+class Made(pl.Callback):
+    """How many vectors the threads that begin from now on have made before each step.
+
+    Args:
+        patch: ends it.
+        least: see :class:`MadeOnHost`.
+    """
+
+    def __init__(self, patch: pytest.MonkeyPatch, least: float) -> None:
+        self.least, self.made, self.steps, usual = least, list[str](), list[int](), threading.Thread.run
+
+        def watched(thread: threading.Thread) -> None:
+            with MadeOnHost(least, self.made):
+                usual(thread)
+
+        patch.setattr(threading.Thread, "run", watched)
 
     def on_train_batch_start(self, *_: Any) -> None:
-        self.steps.append(self.count)
+        self.steps.append(len(self.made))
 
 
-def measured(row: Row) -> tuple[int, ...]:
+def measured(row: Row) -> tuple[Any, ...]:
     """Number of parameters; bytes on the device between steps and at the peak, once all strategies have exchanged.
 
-    Then the requests for pinned memory in three steps with exchanges, and the bytes on the host.
+    Then what large vectors were made on the host in three steps with exchanges, and the bytes on the host.
     """
     warnings.filterwarnings("ignore", "Ranks .* share ")
     kind = fake_device.load_if_given()
     vectors.SMALLEST = 1 << 10
     patch = pytest.MonkeyPatch()
-    pinned = Pinned(patch)
     memory, host, model = Memory(getattr(torch, kind)), OnHost(), Deep(row.momentum)
+    parameters = sum(p.numel() for p in model.parameters())
+    made = Made(patch, parameters / 2)
     settings = {**FAST, "accelerator": kind, "devices": 1, "num_nodes": 2, "max_steps": STEPS}
-    trainer = pl.Trainer(strategy=row.strategy(), callbacks=[memory, host, pinned], limit_val_batches=0, **settings)
-    trainer.fit(model, DataLoader(TensorDataset(torch.randn(12 * STEPS, WIDTH)), batch_size=6))
+    trainer = pl.Trainer(strategy=row.strategy(), callbacks=[memory, host, made], limit_val_batches=0, **settings)
+    with MadeOnHost(made.least, made.made):
+        trainer.fit(model, DataLoader(TensorDataset(torch.randn(12 * STEPS, WIDTH)), batch_size=6))
     patch.undo()
-    parameters, asked = sum(p.numel() for p in model.parameters()), pinned.steps[-1] - pinned.steps[-4]
-    return parameters, memory.held[-1], max(memory.most[2:]), asked, host.bytes
+    return parameters, memory.held[-1], max(memory.most[2:]), made.made[made.steps[-4] : made.steps[-1]], host.bytes
 
 
 @pytest.fixture(scope="module")
-def nothing(request: pytest.FixtureRequest) -> dict[str, tuple[int, ...]]:
+def nothing(request: pytest.FixtureRequest) -> dict[str, tuple[Any, ...]]:
     """Memory of replicas that never exchange, by the optimizer's momentum."""
     device = "cuda" if torch.cuda.device_count() else request.getfixturevalue("fake")
     found = {}
@@ -121,16 +179,35 @@ def nothing(request: pytest.FixtureRequest) -> dict[str, tuple[int, ...]]:
     return found
 
 
-@pytest.mark.parametrize("row", ROWS, ids=name)
-def test_nothing_stays_on_the_device(nothing: dict[str, tuple[int, ...]], device: str, row: Row) -> None:
+@pytest.mark.parametrize("row", [*ROWS, *FURTHER], ids=title)
+def test_nothing_stays_on_the_device(nothing: dict[str, tuple[Any, ...]], device: str, row: Row) -> None:
     row = Row(row.name, row.options, momentum=row.momentum or "plain")
-    parameters, held, most, asked, host = run(measured, 2, row, nodes=[1, 1], env={"FAKE_LIBRARY": device})[0]
+    parameters, held, most, made, host = run(measured, 2, row, nodes=[1, 1], env={"FAKE_LIBRARY": device})[0]
     _, held_alone, most_alone, *_ = nothing[row.momentum]
     stays = STAYS.get(row.name, 0.0)
-    assert asked == 0
-    assert host / parameters <= ON_HOST.get(row.name, 12) + 1.5  # data, and pieces that do not grow with the model
+    assert len(made) <= MADE.get(title(row), 0), made
+    assert (
+        host / parameters <= ON_HOST.get(title(row), ON_HOST.get(row.name, 12)) + 1.5
+    )  # data, and pieces that do not grow with the model
     assert (held - held_alone) / parameters <= stays + 0.01
     assert (most - most_alone) / parameters <= stays + PEAK
+
+
+def test_vectors_of_all_threads_are_seen() -> None:
+    def work(own: torch.Tensor) -> None:
+        torch.add(own, 1, out=own)
+        own.view(-1, 2).mul_(2)  # in the same memory
+        own.add(1)
+
+    with pytest.MonkeyPatch.context() as patch:
+        made = Made(patch, least=400)
+        thread = threading.Thread(target=work, args=[torch.zeros(100)])
+        thread.start()
+        thread.join()
+        with MadeOnHost(made.least, made.made):
+            work(torch.zeros(100))
+            work(torch.zeros(98))
+    assert [note.split(" in ")[0] for note in made.made] == ["aten.add.Tensor", "aten.zeros.default", "aten.add.Tensor"]
 
 
 class Saves(pl.Callback):
