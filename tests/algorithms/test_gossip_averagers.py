@@ -29,7 +29,7 @@ def alone(found: GossipAverager, module: nn.Module, skip: bool = False) -> None:
     links: Any = SimpleNamespace(index=0, count=2, columns=[], in_columns=None, gather=lambda value: [value])
     found.links, found.run = links, FitInfo(skip=skip)
     found.replica = Replica(module)
-    found._packed = found.replica.pack()
+    found._packed, found._spare = found.replica.pack(), []
     start(found)
     found.reference = [torch.zeros_like(value) for value in found._packed]
     endpoint = Endpoint("127.0.0.1", "here", 1.0)
