@@ -11,6 +11,7 @@ from lightning_hetero.algorithms.peers import GossipAverager, PairAverager, Push
 from lightning_hetero.algorithms.state import Own
 from lightning_hetero.algorithms.topologies import DIRECTED, MATCHINGS, Rule, rule_of
 from lightning_hetero.argument_checks import at_least_one, one_of
+from lightning_hetero.comm.all_reduce import in_chunks
 from lightning_hetero.comm.staging import memory_like
 
 
@@ -101,7 +102,8 @@ class DirectedAverager(RoundGossipAverager, PushAverager):
             with column.receiving(round_number, sources) as pushes:
                 fresh = [push for push in pushes if push.round_number >= round_number]  # others have long moved on
                 for push in fresh:
-                    for move, away in column.differences(push.vectors, moved):
+                    for move, theirs, own in in_chunks(moved, push.vectors, column.outgoing):
+                        away = theirs.to(move.dtype) - own.to(move.dtype)
                         move.add_(away, alpha=1 / (len(fresh) + 1))
         self.replica.add(self.client.whole(moves, self._spare), 1.0)
 

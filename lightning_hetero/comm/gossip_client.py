@@ -97,19 +97,6 @@ class PeerClient(Generic[T]):
         if self._narrow is torch.float16 and not finite(self.outgoing):
             raise NotFiniteError([self.links.index])
 
-    def differences(self, theirs: Sequence[Tensor], beside: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
-        """A peer's values, as they have come, minus what is laid out here: in chunks.
-
-        Args:
-            theirs: the peer's values.
-            beside: vectors of the same lengths.
-
-        Yields:
-            A chunk of ``beside``, and the difference, in its dtype.
-        """
-        for their, own, other in in_chunks(theirs, self.outgoing, beside):
-            yield other, their.to(other.dtype) - own.to(other.dtype)
-
     def broadcast(self, numbers: Sequence[float], vectors: Sequence[Tensor]) -> list[float]:
         """Give all ranks of the replica what its leader has: numbers, and vectors unless the first number is 0."""
         table = torch.tensor(numbers, dtype=torch.float64)
@@ -219,8 +206,8 @@ class PairClient(PeerClient[PairTransport]):
             return None
         self.met[int(peer)] += 1
         traffic.add(int(sent), now - self._began, 0.0)
-        for place, away in self.differences(vectors, out):
-            place.copy_(away)
+        for place, their, own in in_chunks(out, vectors, self.outgoing):
+            torch.sub(their.to(place.dtype), own.to(place.dtype), out=place)
         self.distance = math.sqrt(sum(float(vector.dot(vector)) for vector in out))
         if isinstance(self.transport, PairsInColumns):
             self.transport.scale(out, self._weight)
