@@ -322,7 +322,10 @@ class Averager(Stateful, ABC):
         """Before the first forward pass of a step; ``context.step`` counts the steps before it."""
 
     def after_step(self, context: StepContext) -> Outcome | None:
-        """After the optimizer's step: :meth:`meet` if that is :meth:`due`."""
+        """After the optimizer's step: :meth:`meet` if that is :meth:`due`.
+
+        It is called again if the loss of a replica breaks it: count steps in :meth:`before_step`.
+        """
         return self.meet(context) if self.due(context) else None
 
     def meet(self, context: StepContext) -> Outcome | None:
