@@ -499,7 +499,7 @@ def clock_in(kind: type, function: Any, seen: tuple[Any, ...] = ()) -> str | Non
                 if step.argval in ("in_steps", "step_seconds"):
                     return f"run.{step.argval}"
                 value = inspect.getattr_static(kind, step.argval, None)
-            if value in (time, datetime) or getattr(value, "__module__", None) in ("time", "datetime"):
+            if value is time or value is datetime or getattr(value, "__module__", None) in ("time", "datetime"):
                 return value.__name__ if isinstance(value, ModuleType) else f"{value.__module__}.{value.__name__}"
             if (found := clock_in(kind, value, (*seen, function))) is not None:
                 return f"{found}, in {value.__name__}"
