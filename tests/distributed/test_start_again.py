@@ -15,10 +15,17 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from ranks import attempt, run
+from saved import consensus
 from tasks import FAST, Dropping, Net, dataset, parameters
 from torch.utils.data import DataLoader
 
-from lightning_hetero import DiLoCoStrategy, HeteroDDPStrategy
+from lightning_hetero import (
+    DiLoCoAsyncStrategy,
+    DiLoCoStrategy,
+    EASGDAsyncStrategy,
+    GossipPushSumStrategy,
+    HeteroDDPStrategy,
+)
 from lightning_hetero.callbacks.resumable import ResumableCheckpoint
 from lightning_hetero.errors import UnsupportedError
 
@@ -206,6 +213,40 @@ def test_a_path_of_the_users_counts(tmp_path: Path) -> None:
     for first, second, third in run(_named, 2, str(tmp_path), nodes=[1, 1]):
         assert [len(part["seen"]) for part in (first, second, third)] == [8, 8, 8]
         assert third["files"] == ["step=20.ckpt", "step=24-complete.ckpt"]
+
+
+class SaveAtStart(pl.Callback):
+    """Saves a checkpoint before the first step."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def on_train_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        trainer.save_checkpoint(self.path)
+
+
+def _complete(folder: str, kind: Any) -> Any:
+    first = train(folder, kind, every=99, max_epochs=1)
+    again = train(folder, kind, SaveAtStart(f"{folder}/start.ckpt"), every=99, max_epochs=2)
+    return first["weights"], again["step"]
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        (DiLoCoAsyncStrategy, {"tau": 3}),
+        (DiLoCoAsyncStrategy, {"tau": 3, "wire": "int4", "momentum_rule": "look_ahead"}),
+        (DiLoCoAsyncStrategy, {"tau": 3, "quorum": 2}),
+        (GossipPushSumStrategy, {"wire": "bf16"}),
+        (EASGDAsyncStrategy, {"tau": 3, "exclude": ["*bias"]}),
+    ],
+    ids=lambda kind: " ".join(map(str, (kind[0].__name__, *kind[1].values()))),
+)
+def test_a_complete_run_saves_the_weights_that_it_leaves_and_goes_on_from_them(tmp_path: Path, kind: Any) -> None:
+    for weights, steps in run(_complete, 2, str(tmp_path), kind, nodes=[1, 1]):
+        assert torch.equal(consensus(tmp_path / "step=8-complete.ckpt"), weights)
+        assert (consensus(tmp_path / "start.ckpt") - weights).abs().max() < 1e-12
+        assert steps == 16
 
 
 class Stops(pl.Callback):
