@@ -310,6 +310,7 @@ class OuterAsyncAverager(AsyncCenterAverager):
                 "another meaning. Resume with the quorum and the momentum_rule of the run that was saved; or load the "
                 "weights into the model, and begin a fit without the checkpoint."
             )
+        self.local_steps = min(self.local_steps, self.tau)  # it was saved with another tau if they are more
         super().after_restore()
 
     @override
