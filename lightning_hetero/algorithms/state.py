@@ -517,11 +517,18 @@ def _saved(value: Any) -> Any:
 def _restore(algorithm: Any, field: StateField, saved: Any) -> bool:
     """Restore one field; false if it must start over, which only `Scratch` may."""
     own = getattr(algorithm, field.name)
-    if hasattr(own, "load_state_dict"):
-        return own.load_state_dict(saved) is not False or not isinstance(field, Scratch)
     if isinstance(field, Scratch) and (own is None) != (saved is None):
         return saved is None
-    if _same_vectors(own, saved):
+    if hasattr(own, "load_state_dict"):
+        return own.load_state_dict(saved) is not False or not isinstance(field, Scratch)
+    shapes, there = _shapes(own), _shapes(saved)
+    if isinstance(field.start, VectorStart) and shapes != there:
+        then, now = ([size for (size,) in each] for each in (there, shapes))
+        raise CheckpointError(
+            f"The checkpoint holds {field.name!r} of {type(algorithm).__name__} as vectors of {then} values; in this "
+            f"fit they are of {now}. Resume with the fragments and exclude of the run that was saved."
+        )
+    if shapes and shapes == there:
         for vector, value in zip(own, saved, strict=True):  # in place: others may hold views of it
             vector.copy_(value)
     else:
@@ -529,10 +536,7 @@ def _restore(algorithm: Any, field: StateField, saved: Any) -> bool:
     return True
 
 
-def _same_vectors(own: Any, saved: Any) -> bool:
-    if not (isinstance(own, list) and own and isinstance(saved, list) and len(own) == len(saved)):
-        return False
-    return all(
-        isinstance(a, Tensor) and isinstance(b, Tensor) and a.shape == b.shape and a.dtype == b.dtype
-        for a, b in zip(own, saved, strict=True)
-    )
+def _shapes(value: Any) -> list[torch.Size]:
+    """The shapes in a list of tensors; empty: it is none."""
+    vectors = isinstance(value, list) and all(isinstance(each, Tensor) for each in value)
+    return [each.shape for each in value] if vectors else []

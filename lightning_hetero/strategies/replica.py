@@ -250,7 +250,7 @@ class ReplicaStrategy(HeteroStrategy):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         # Collective: the Trainer asks for it on all ranks when it saves. Not once it is interrupted: ranks may be gone.
         training = self.joined and self.engine.averages and self.trainer.state.fn == TrainerFn.FITTING
-        if not training or self.engine.holds or self.collectives.alone():
+        if not training or self.engine.holds or self.engine.finished or self.collectives.alone():
             return super().lightning_module_state_dict()
         io = self.checkpoint_io
         if isinstance(io, BackgroundWriter):

@@ -227,6 +227,23 @@ def test_state_before_a_fit_and_of_another_algorithm() -> None:
         write(started(model()), state)
 
 
+def test_a_checkpoint_of_other_options() -> None:
+    averager = started(model())
+    state, averager.guess = read(averager), Rate()
+    assert write(averager, {**state, "guess": None}) == []  # there was none, and it has not begun
+    assert averager.guess.every == 8
+    with pytest.raises(CheckpointError, match=r"'momentum' of Everything as vectors of \[3\] values; in this fit they"):
+        write(averager, {**state, "momentum": [torch.zeros(3)]}, Shared)
+
+
+def test_vectors_of_another_dtype_are_restored_in_their_place() -> None:
+    averager = started(model())
+    view = averager.momentum[0]
+    write(averager, {**read(averager), "momentum": [torch.ones_like(view, dtype=torch.float16)]}, Shared)
+    assert averager.momentum[0] is view
+    assert view.eq(1).all()
+
+
 def test_exchanges_under_way_of_which_nothing_would_become_are_refused() -> None:
     @dataclass
     class Forgetful(Averager):
