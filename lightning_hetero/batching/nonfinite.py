@@ -110,16 +110,18 @@ class NonFiniteGuard:
         self._left_out_on_device = former._left_out_on_device
         self._loss, self._own, self._spread = former._loss, former._own, former._spread
         self._passes, self._counted = former._passes, former._counted
+        self._spoilt, self._buffers = former._spoilt, former._buffers
 
     # -- losses ------------------------------------------------------------------------------------
 
     def before_forward(self, module: nn.Module) -> None:
         """Remember the buffers, since samples that are left out must not have changed them."""
-        self._restore(module)
+        self.restore(module)
         if self._active == "skip":
             self._buffers = [buffer.detach().clone() for buffer in module.buffers()]
 
-    def _restore(self, module: nn.Module) -> None:
+    def restore(self, module: nn.Module) -> None:
+        """Set the buffers back if samples that are left out have changed them, once no backward pass needs them."""
         if self._spoilt:
             self._spoilt = False
             with torch.no_grad():
@@ -299,7 +301,7 @@ class NonFiniteGuard:
             return False
         if type(optimizer) in FUSED and not any(g["fused"] or g.get("capturable") for g in optimizer.param_groups):
             _place_steps(optimizer, on_device=False)  # ranks on CPUs may have joined
-        self._restore(module)
+        self.restore(module)
         loss, own, spread = self._loss, self._own, bool(self._spread)
         nothing = self._passes > 0 and self._counted == 0
         self._forget()

@@ -581,6 +581,8 @@ class Loaders:
             self.planner.expect(sum(steps[0]))
             for step, sizes in enumerate(steps):
                 self._check_proportions(step, sizes)
+            position = self._begin()
+            return position._replace(again=mode_of(combined) == "max_size_cycle" or position.batch >= length)
         return self._begin()
 
     def _check_proportions(self, step: int, sizes: Sequence[int]) -> None:

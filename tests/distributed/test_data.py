@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities import CombinedLoader
 from ranks import run
-from tasks import Net, dataset, error, one_process, parameters, rank, train
+from tasks import Net, Save, dataset, error, one_process, parameters, rank, train
 from torch.utils.data import DataLoader, IterableDataset, Subset, WeightedRandomSampler, get_worker_info
 
 from lightning_hetero import HeteroDDPStrategy
@@ -93,6 +94,24 @@ def test_combined_loaders() -> None:
         assert all(error(result["parameters"], truth["parameters"]) <= 1e-10 for result in results), case
         seen = Counter(i for result in results for batch in result["seen"] for i in batch)
         assert seen == Counter(i for batch in truth["seen"] for i in batch), case
+
+
+def _resumed(folder: str) -> list[torch.Tensor]:
+    found = []
+    for resume in (None, f"{folder}/mid.ckpt"):
+        loaders = {
+            name: DataLoader(dataset(n), batch_size=4, shuffle=True) for name, n in zip("ab", (60, 36), strict=True)
+        }
+        module, saves = TwoSources(), [] if resume else [Save(f"{folder}/mid.ckpt", 4, False)]  # b has 3 batches
+        strategy = HeteroDDPStrategy(balance=UNEVEN)
+        train(module, strategy, CombinedLoader(loaders, "max_size"), path=resume, max_epochs=2, callbacks=saves)
+        found.append(parameters(module))
+    return found
+
+
+def test_a_loader_that_has_ended_stays_so_after_a_resume(tmp_path: Path) -> None:
+    for whole, resumed in run(_resumed, WORLD, str(tmp_path)):
+        assert torch.equal(whole, resumed)
 
 
 # -- data that users have split between ranks ----------------------------------------------------------------

@@ -63,6 +63,27 @@ class Thawing(Net):
         return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.05, momentum=0.9)
 
 
+class ByHand(Net):
+    """Accumulates gradients by hand; what is left of them at the end of an epoch is taken in by a hook."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.automatic_optimization = False
+
+    def step(self) -> None:
+        self.optimizers().step()
+        self.optimizers().zero_grad()
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        self.seen = [*self.seen, batch[3].tolist()]
+        self.manual_backward(self.loss(batch) / 4)
+        if batch_idx % 4 == 3:
+            self.step()
+
+    def on_train_epoch_end(self) -> None:
+        self.step()
+
+
 class Silent(Net):
     """Logs nothing: torch.compile does not get through `self.log`."""
 
@@ -128,6 +149,7 @@ JOBS: dict[str, dict[str, Case]] = {
             {"strategy": {"find_unused_parameters": True}, "changes": {1: [4.0, 1.0, 2.0], 12: [1.0, 0.0, 1.0]}},
             GanLike,
         ),
+        "accumulated by hand": Case(UNEVEN, ByHand),
         # Lightning's own strategy lets the ranks drift apart here: DDP does not know of such layers.
         "unfrozen": Case(UNEVEN, Thawing),
         "unfrozen, accumulated": Case(UNEVEN, Thawing, {"accumulate_grad_batches": 3}),
