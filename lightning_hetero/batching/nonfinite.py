@@ -100,7 +100,7 @@ class NonFiniteGuard:
         self._loss: bool | Tensor = False
         self._own: bool | Tensor = False
         self._spread: bool | Tensor = False
-        self._passes = self._counted = 0  # backward passes; those in which some samples counted
+        self._passes = self._counted = 0  # backward passes; those of which not all was left out
 
     def continue_from(self, former: "NonFiniteGuard") -> None:
         """Go on in the midst of a window where another one has stopped, which was made for an earlier view."""
@@ -165,7 +165,7 @@ class NonFiniteGuard:
         table = torch.stack(rows)
         bad, total = table[:, 2] == 0, (table[:, 0] * table[:, 1]).sum().item()
         self._passes += 1
-        self._counted += total > 0
+        self._counted += total > 0 or not bool((table[:, 1] == 0).any())  # nothing to leave out, if all weigh 0
         if bad.any():
             their = "its" if bad.sum() == 1 else "their"
             self._say(f"{self._subject('loss', bad.tolist())} not finite: {their} samples do not count")

@@ -11,6 +11,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.data import extract_batch_size
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
+from torch.optim import LBFGS
 from torch.optim.optimizer import Optimizer
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
@@ -91,6 +92,7 @@ class TrainingStep:
         self._stepped: dict[Optimizer, int] = {}  # the batch in which each has stepped last, by hand
         self._loss: Tensor | None = None  # of the running backward pass
         self._weight: float | None = None  # of the loss in the running backward pass; 0 if its samples are left out
+        self._part = 0.0  # of the samples that count in the latest one, those of this rank
         self._logged: Any | None = None  # the Trainer's collection of logged values
         self._counted = 0.0  # this rank's samples of the latest batch, for what is logged about it
         self._epoch, self._of_epoch = -1, 0.0  # the running one, and this rank's samples in it
@@ -282,6 +284,7 @@ class TrainingStep:
         if left_out:  # what hooks log from now on counts as little as its samples
             self._counted = 0.0
         self._weight = gradient_weight(own, total, len(self._accounting.replica))
+        self._part = own / total if total else 0.0
         return self._finite.weigh(loss, self._weight, drawn.in_passes)
 
     @contextmanager
@@ -334,6 +337,8 @@ class TrainingStep:
         def gradients() -> Any:
             nonlocal left_out
             output = closure()
+            if isinstance(optimizer, LBFGS):  # it goes by the loss: how far it steps, and how often it asks again
+                output = self._accounting.mean_loss(float(output), self._part)
             self._engine.before_overwrite()  # also without a backward pass
             left_out = self._finite.skips_step(module, scaled, optimizer) or self._padding_only(optimizer)
             if left_out:

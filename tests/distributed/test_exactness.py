@@ -31,6 +31,29 @@ class SparseTokens(Net):
         return ((batch[2] > 3) * batch[2]).sum()
 
 
+class Weightless(Net):
+    """No sample of one batch weighs anything."""
+
+    def counts(self) -> bool:
+        return self.trainer.fit_loop.epoch_loop.batch_idx != 3
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        return super().loss(batch) * self.counts()
+
+    def batch_weight(self, batch: Any) -> int:
+        return self.counts() * len(batch[0])
+
+
+class LineSearch(Net):
+    """Its optimizer goes by the loss, several times in a step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self.loss(batch)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.LBFGS(self.parameters(), max_iter=4, line_search_fn="strong_wolfe")
+
+
 class Logs(Net):
     """Logs values that are no means, too."""
 
@@ -145,6 +168,11 @@ JOBS: dict[str, dict[str, Case]] = {
         "tokens": Case(UNEVEN, TokenNet),
         "tokens, accumulated": Case(UNEVEN, TokenNet, {"accumulate_grad_batches": 2}),
         "a part without tokens": Case({"strategy": {"balance": [8.0, 1.0, 3.0]}}, SparseTokens),
+        "a line search": Case({"strategy": {**UNEVEN["strategy"], "timeout": 60.0}}, LineSearch, {"max_epochs": 1}),
+        "a batch without weight": Case(UNEVEN, Weightless),
+        "a batch without weight, on_nan='skip'": Case(
+            {"strategy": {**UNEVEN["strategy"], "on_nan": "skip"}}, Weightless
+        ),
         "two optimizers by hand": Case(  # each backward pass leaves the other network out
             {"strategy": {"find_unused_parameters": True}, "changes": {1: [4.0, 1.0, 2.0], 12: [1.0, 0.0, 1.0]}},
             GanLike,
