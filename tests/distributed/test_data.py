@@ -9,11 +9,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities import CombinedLoader
-from ranks import run
+from ranks import attempt, run
 from tasks import Net, Save, dataset, error, one_process, parameters, rank, train
 from torch.utils.data import DataLoader, IterableDataset, Subset, WeightedRandomSampler, get_worker_info
 
 from lightning_hetero import HeteroDDPStrategy
+from lightning_hetero.errors import DataError
 
 WORLD = 3
 UNEVEN = [5.0, 1.0, 2.0]
@@ -112,6 +113,29 @@ def _resumed(folder: str) -> list[torch.Tensor]:
 def test_a_loader_that_has_ended_stays_so_after_a_resume(tmp_path: Path) -> None:
     for whole, resumed in run(_resumed, WORLD, str(tmp_path)):
         assert torch.equal(whole, resumed)
+
+
+class Part(IterableDataset):
+    """So many samples of each rank's own."""
+
+    def __init__(self, *sizes: int) -> None:
+        self.sizes = sizes
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter([dataset(32)[16 * rank() + i] for i in range(self.sizes[rank()])])
+
+
+def _streams(a: Any, b: Any) -> None:
+    loaders = {"a": DataLoader(Part(*a), batch_size=4), "b": DataLoader(Part(*b), batch_size=4)}
+    train(TwoSources(), HeteroDDPStrategy(), CombinedLoader(loaders, "max_size"))
+
+
+@pytest.mark.parametrize("sizes", [((16, 8), (8, 16)), ((14, 16), (16, 14))], ids=["padding", "short"])
+def test_combined_streams_of_unequal_proportions_are_an_error_on_every_rank(sizes: Any) -> None:
+    for outcome in attempt(_streams, 2, *sizes):
+        assert isinstance(outcome.error, DataError), outcome.trace
+        assert "unequal proportions" in str(outcome.error)
+    run(_streams, 2, (16, 16), (10, 10))
 
 
 # -- data that users have split between ranks ----------------------------------------------------------------
