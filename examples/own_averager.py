@@ -53,7 +53,7 @@ class SlowMo(Averager):
 
     traits = Traits(needs_others=False)  # one replica alone can have slow momentum, too
     momentum = Shared(zeros)  # u, equal on all replicas; self.reference, which is x, is state of every averager
-    rates = Own(0.0)  # sum of this replica's learning rates since the latest exchange
+    rates = Own(lambda averager: [])  # this replica's learning rates since its latest exchange
 
     def __post_init__(self) -> None:
         if self.tau < 1 or self.alpha <= 0 or not 0 <= self.beta < 1:
@@ -62,19 +62,18 @@ class SlowMo(Averager):
     def due(self, context: StepContext) -> bool:
         return context.step % self.tau == 0
 
-    def after_step(self, context: StepContext) -> None:
-        self.rates += self.optimizers[0].param_groups[0]["lr"]
-        super().after_step(context)  # meets if it is due
+    def before_step(self, context: StepContext) -> None:  # once per step; after_step is repeated if a loss breaks it
+        self.rates = [*self.rates, self.optimizers[0].param_groups[0]["lr"]]
 
     def meet(self, context: StepContext) -> None:
-        average = self.average(context, payload=self.rates / self.tau)
+        average = self.average(context, payload=sum(self.rates) / len(self.rates))
         eta = average.payloads[0]  # of replica 0, so that all take the same number
         vectors = self.momentum, self.reference, average.mean
         for u, x, m in zip(*(self.replica.views(each)[0] for each in vectors), strict=True):  # the parameters in them
             u.mul_(self.beta).add_(x - m, alpha=1 / eta if eta else 0.0)
             torch.sub(x, u, alpha=self.alpha * eta, out=m)
         self.adopt(average)  # the model takes it over, and it is the next x
-        self.rates = 0.0
+        self.rates = []
 
 
 SlowMoStrategy = strategy_for(SlowMo, name="hetero_slowmo", replica="rank")

@@ -33,6 +33,7 @@ from lightning.pytorch.trainer.states import RunningStage, TrainerStatus
 from lightning.pytorch.tuner.lr_finder import _LRCallback
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.exceptions import _augment_message as augment_message
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.utils.data import DataLoader, RandomSampler
 
 from lightning_hetero.batching.passes import Passes
@@ -134,6 +135,29 @@ def stops_early(trainer: "pl.Trainer") -> bool:
 def validates_now(trainer: "pl.Trainer") -> bool:
     """Whether validation runs after this batch."""
     return trainer.fit_loop.epoch_loop._should_check_val_fx(trainer.fit_loop._data_fetcher)  # type: ignore[arg-type]
+
+
+def plateaus_step(trainer: "pl.Trainer") -> bool:
+    """Whether ``ReduceLROnPlateau`` looks at a metric after steps, and not at the ends of epochs."""
+    return any(config.reduce_on_plateau and config.interval == "step" for config in trainer.lr_scheduler_configs)
+
+
+def let_plateaus_look(trainer: "pl.Trainer") -> None:
+    """At the end of the epoch in which a fit was resumed, let ``ReduceLROnPlateau`` look at its metric if it is there.
+
+    Lightning does not, since what was logged before the checkpoint is unknown.
+    """
+    loop, configs = trainer.fit_loop, trainer.lr_scheduler_configs
+    names = {config.monitor for config in configs if config.reduce_on_plateau and config.interval == "epoch"}
+    if not loop.restarting or not names or not loop.epoch_loop._num_ready_batches_reached():
+        return
+    if lacks := sorted(f"{name}" for name in names if name not in trainer.callback_metrics):
+        rank_zero_warn(
+            f"ReduceLROnPlateau leaves out the end of epoch {trainer.current_epoch}: {', '.join(lacks)} was logged in "
+            "this epoch before the checkpoint from which the fit has gone on, and a checkpoint does not hold it."
+        )
+    else:
+        loop._restarting = False
 
 
 def searches_lr(trainer: "pl.Trainer") -> bool:
@@ -339,7 +363,6 @@ class AgreedMetrics:
         self._trainer, self._agree = trainer, agree
         self._replaced: list[tuple[Any, str]] = []
         self._before(connector, "update_eval_epoch_metrics", self._fresh)
-        self._before(connector, "on_epoch_end", self._fresh)
         self._before(connector, "on_batch_start", self._logs_follow)
         self._before(loop, "_get_monitor_value", self._if_training)
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
@@ -347,7 +370,15 @@ class AgreedMetrics:
                 self._before(callback, "_monitor_candidates", self._if_training)
             elif isinstance(callback, EarlyStopping):
                 self._before(callback, "_run_early_stopping_check", self._if_training)
-        reached = connector.epoch_end_reached
+        reached, ended = connector.epoch_end_reached, connector.on_epoch_end
+
+        def on_epoch_end() -> None:
+            self._fresh()
+            ended()
+            if trainer.training:
+                let_plateaus_look(trainer)
+
+        self._replace(connector, "on_epoch_end", on_epoch_end)
 
         def epoch_end_reached() -> None:
             reached()

@@ -111,5 +111,9 @@ def test_where_a_token_is_asked_for_it_is_compared_in_constant_time() -> None:
 
 
 def test_one_class_opens_listening_sockets() -> None:
-    """Of all sockets for peers that are ranks; stores of a job are PyTorch's."""
-    assert [file for file in TREES if "create_server(" in (PACKAGE / file).read_text()] == ["comm/transport.py"]
+    """Of all sockets for ranks; stores of a job are PyTorch's, and ranks of one host meet at local sockets."""
+    called = {file: {ast.unparse(call.func) for call in calls(tree) if listens(call)} for file, tree in TREES.items()}
+    opens = {file for file, names in called.items() if any("TCPStore" not in name for name in names)}
+    assert opens == {"comm/transport.py", "comm/shared_memory.py"}
+    assert "AF_UNIX" in (PACKAGE / "comm/shared_memory.py").read_text()
+    assert [file for file in TREES if "listening_socket(" in (PACKAGE / file).read_text()] == ["comm/transport.py"]

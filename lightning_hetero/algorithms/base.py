@@ -1,12 +1,17 @@
 """Interface of an algorithm between replicas: the averager, its traits, and what it is given and returns at a step."""
 
+import datetime
 import dis
+import inspect
 import logging
 import math
+import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from inspect import getclosurevars
+from types import CodeType, FunctionType, ModuleType
 from typing import Any, ClassVar, Literal, NamedTuple
 
 from torch import Tensor, nn
@@ -234,7 +239,7 @@ class Averager(Stateful, ABC):
                 f"{cls.__name__} sets {name}, which averagers use themselves. Take another name, such as "
                 f"`my_{name.lstrip('_')}`."
             )
-        if (clock := clock_in(vars(cls).get("due"))) is not None:
+        if (clock := clock_in(cls, cls.due)) is not None:
             raise ConfigurationError(
                 f"{cls.__name__}.due reads a clock ({clock}). Each rank has its own, so that one would wait for an "
                 "exchange that others do not make. Decide by what all ranks know alike: context.step, samples, state."
@@ -317,7 +322,10 @@ class Averager(Stateful, ABC):
         """Before the first forward pass of a step; ``context.step`` counts the steps before it."""
 
     def after_step(self, context: StepContext) -> Outcome | None:
-        """After the optimizer's step: :meth:`meet` if that is :meth:`due`."""
+        """After the optimizer's step: :meth:`meet` if that is :meth:`due`.
+
+        It is called again if the loss of a replica breaks it: count steps in :meth:`before_step`.
+        """
         return self.meet(context) if self.due(context) else None
 
     def meet(self, context: StepContext) -> Outcome | None:
@@ -467,15 +475,34 @@ def set_by(kind: type, names: Sequence[str]) -> list[str]:
     return [name for name in names if name in stored]
 
 
-def clock_in(function: Any) -> str | None:
-    """The name of a function of the module ``time`` that a function calls; ``None``: it is seen to call none."""
-    if not hasattr(function, "__code__"):
+def clock_in(kind: type, function: Any, seen: tuple[Any, ...] = ()) -> str | None:
+    """The name of a clock that a method reads, itself or by what it calls; ``None``: it is seen to read none.
+
+    Args:
+        kind: class of the method. It, and functions and methods from the same package as this class, are looked into.
+        function: the method.
+        seen: functions that call it.
+    """
+    package = kind.__module__.partition(".")[0]
+    if function in seen or not isinstance(function, FunctionType) or function.__module__.partition(".")[0] != package:
         return None
-    names = {step.argval for step in dis.get_instructions(function) if step.opname == "LOAD_GLOBAL"}
-    for name in sorted(names & function.__globals__.keys()):
-        value = function.__globals__[name]
-        if value is time or (callable(value) and getattr(time, name, None) is value):
-            return "time" if value is time else f"time.{name}"
+    codes, scope = [function.__code__], {**function.__globals__, **getclosurevars(function).nonlocals}
+    for code in codes:
+        codes += [each for each in code.co_consts if isinstance(each, CodeType)]
+        for step in dis.get_instructions(code):
+            value: Any = None
+            if step.opname == "IMPORT_NAME":
+                value = sys.modules.get(step.argval)
+            elif step.opname in ("LOAD_GLOBAL", "LOAD_DEREF"):
+                value = scope.get(step.argval)
+            elif step.opname in ("LOAD_ATTR", "LOAD_METHOD"):
+                if step.argval in ("in_steps", "step_seconds"):
+                    return f"run.{step.argval}"
+                value = inspect.getattr_static(kind, step.argval, None)
+            if value is time or value is datetime or getattr(value, "__module__", None) in ("time", "datetime"):
+                return value.__name__ if isinstance(value, ModuleType) else f"{value.__module__}.{value.__name__}"
+            if (found := clock_in(kind, value, (*seen, function))) is not None:
+                return f"{found}, in {value.__name__}"
     return None
 
 

@@ -204,6 +204,13 @@ class OuterAsyncAverager(AsyncCenterAverager):
             value.add_(center - start)
 
     @override
+    def finish(self, context: StepContext) -> Outcome | None:
+        outcome = super().finish(context)
+        for start, center in zip(self.begun_from, self.last_center, strict=True):
+            start.copy_(center)  # all hold what others have brought, which must not count twice in a fit that goes on
+        return outcome
+
+    @override
     def join_values(self, context: StepContext) -> list[Tensor]:
         return self.consensus(context)  # it has both: the center, and what replicas have learned since
 
@@ -291,6 +298,7 @@ class OuterAsyncAverager(AsyncCenterAverager):
                 "another meaning. Resume with the quorum and the momentum_rule of the run that was saved; or load the "
                 "weights into the model, and begin a fit without the checkpoint."
             )
+        self.local_steps = min(self.local_steps, self.tau)  # it was saved with another tau if they are more
         super().after_restore()
 
     @override

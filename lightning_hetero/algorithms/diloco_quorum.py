@@ -104,6 +104,13 @@ class QuorumAverager(OuterAsyncAverager):
             value.add_(late)
 
     @override
+    def finish(self, context: StepContext) -> Outcome | None:
+        outcome = super().finish(context)
+        self._forget_waiting()  # all hold it
+        self._client.write(self.center_vectors, self.counts)
+        return outcome
+
+    @override
     def before_save(self) -> None:
         super().before_save()
         self._late = self.late

@@ -215,6 +215,7 @@ class Engine:
         windows: optimizer steps since the start of the fit.
         exchanges_done: exchanges between replicas that this one has completed, since its ranks have met.
         exchanged: the latest of these steps that an exchange between replicas, if one was due, has followed.
+        finished: whether replicas are equal, at the end of the fit: what is saved is what the model holds.
     """
 
     def __init__(
@@ -231,6 +232,7 @@ class Engine:
         self.averager: Averager | None = None
         self.losses = LossTracker()
         self.windows = self.exchanged = self.exchanges_done = 0
+        self.finished = False
         # While ranks recover from a loss:
         self._survived: SurvivingState | None = None
         self._count_before = 0  # replicas among which the averager was last at work; 0: it was not
@@ -259,7 +261,7 @@ class Engine:
             run: what is known of the fit.
             metric: gives the mean over all ranks of a logged metric; see :class:`StepContext`.
         """
-        self._open = False  # an earlier fit may have ended in a window
+        self._open = self.finished = False  # an earlier fit may have ended in a window
         self._cadence = EvaluationCadence()
         self.averager, self._metric, self._optimizers = averager, metric, optimizers
         return averager.setup(replica, self.links, optimizers, run)
@@ -272,7 +274,9 @@ class Engine:
         """Make all replicas equal, at the end of a fit (collective)."""
         averager = self.running
         with explain_nonfinite(self):
-            return averager.finish(self.context(epoch_ends=False))
+            outcome = averager.finish(self.context(epoch_ends=False))
+        self.finished = True
+        return outcome
 
     def close(self) -> None:
         """Let go of what the fit held; local, idempotent, also after an error."""

@@ -323,6 +323,16 @@ class WeightedPushAverager(PushAverager):
         self.replica.unpack(self.unbiased(held))
 
     @override
+    def finish(self, context: StepContext) -> None:
+        self.complete(context)
+        super().finish(context)
+        held = self.held(self.x)
+        for column, part in zip(held, self.client.parts(self.pack()), strict=True):
+            for x, z in zip(column.x, part, strict=True):  # from which a fit that goes on begins
+                x.copy_(z).mul_(column.weight)
+        self.keep(held)
+
+    @override
     def take_mail(self) -> None:
         held = self.held(self.x)
         for number, *push in self.mail:

@@ -102,6 +102,7 @@ class RateSchedule:
         if not is_number(threshold) or not 0 <= threshold < 1:
             raise ConfigurationError(f"threshold={threshold!r} must be at least 0 and below 1.")
         self.every, self.max_every = every, max_every
+        self._given = [every, wait]
         self.auto = wait == "auto"
         self.wait = every if wait == "auto" else wait
         self.lasted: list[float] = []  # the latest exchanges, in steps
@@ -139,13 +140,16 @@ class RateSchedule:
 
     def state_dict(self) -> dict[str, Any]:
         """Builtins only."""
-        rates = {"every": self.every, "wait": self.wait, "lasted": self.lasted}
+        rates = {"every": self.every, "wait": self.wait, "given": self._given, "lasted": self.lasted}
         return {**rates, "best": self.best, "stalled": self.stalled}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from :meth:`state_dict`."""
-        self.every, self.wait, self.lasted = state["every"], state["wait"], state["lasted"]
-        self.best, self.stalled = state["best"], state["stalled"]
+        """Continue from :meth:`state_dict`, but with the first B and W if the user has changed these since."""
+        self.lasted, self.best, self.stalled = state["lasted"], state["best"], state["stalled"]
+        if state.get("given", self._given) == self._given:
+            self.every, self.wait = state["every"], state["wait"]
+        else:
+            self._hide()
 
 
 def steps_of(name: str, length: float | int | str, total: float, per_epoch: float) -> int:

@@ -17,9 +17,10 @@ in which added values start by the field's rule, and `Scratch` starts over.
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from inspect import get_annotations
-from types import MappingProxyType
+from types import MappingProxyType, ModuleType
 from typing import Any, ClassVar, Generic, TypeVar, get_origin, overload
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
@@ -263,6 +264,11 @@ class Stateful:
                     f"{title} is declared as state, with an annotation, which makes it an option of a dataclass. Leave "
                     f"the annotation out: `{name} = {type(declared).__name__}(...)`."
                 )
+            if isinstance(declared, StateField) and (right := _start_instead(declared)) is not None:
+                raise ConfigurationError(
+                    f"{title} cannot start with {declared.start!r}. Write "
+                    f"`{name} = {type(declared).__name__}(lambda averager: {right})`."
+                )
             if not is_state and _names_role(declared, annotated.get(name)):
                 raise ConfigurationError(
                     f"{title} names a role of state, but does not declare any. Write `{name} = Shared(zeros)`, "
@@ -279,6 +285,21 @@ def _names_role(value: Any, annotation: Any) -> bool:
     text = annotation if isinstance(annotation, str) else getattr(get_origin(annotation) or annotation, "__name__", "")
     role = text.partition("[")[0].rpartition(".")[2] in {kind.__name__ for kind in StateField.__subclasses__()}
     return role or isinstance(value, VectorStart) or (isinstance(value, type) and issubclass(value, StateField))
+
+
+def _start_instead(field: Any) -> str | None:
+    """The start, as text, that state must have instead of its own; ``None``: that will do.
+
+    All fits would share one object; and state with an entry per replica starts with so many.
+    """
+    start = field.start
+    if isinstance(field, PerReplica):
+        return "[0.0] * averager.links.count" if isinstance(start, VectorStart) or not callable(start) else None
+    if isinstance(start, list | dict | set):
+        return repr(start)
+    if isinstance(start, Tensor | np.ndarray):
+        return f"{'torch' if isinstance(start, Tensor) else 'np'}.zeros({tuple(start.shape)})"
+    return None
 
 
 def fields_of(kind: type, *roles: type[StateField]) -> list[StateField]:
@@ -391,10 +412,13 @@ def scratch_in_use(algorithm: Any) -> list[str]:
     return [field.about for field in found if isinstance(field, Scratch) and getattr(algorithm, field.name) is not None]
 
 
-def check_declared(algorithm: Stateful, starts: bool = False) -> None:
-    """See that attributes without a role hold no tensors, if they are public, and no value that changes during a fit.
+_PLAIN = bool | int | float | complex | str | bytes | np.generic
 
-    Values are numbers, text and flags, also in lists, tuples and dictionaries.
+
+def check_declared(algorithm: Stateful, starts: bool = False) -> None:
+    """See that what has no role holds no tensors or arrays, if it is public, and no value that changes during a fit.
+
+    Values are numbers, text and flags, also in lists, tuples, dictionaries, sets and dataclasses.
 
     Args:
         algorithm: has been started and prepared.
@@ -404,12 +428,18 @@ def check_declared(algorithm: Stateful, starts: bool = False) -> None:
         ConfigurationError: names an attribute that must be declared.
     """
     kind, known = type(algorithm).__name__, algorithm.of_base | {field.name for field in fields_of(type(algorithm))}
-    undeclared = {name: value for name, value in vars(algorithm).items() if name not in known}
+    undeclared = {name: value for name, value in _attributes(algorithm).items() if name not in known}
     values = {name: _values(value) for name, value in undeclared.items()}
     if starts:
+        _check_entries(algorithm)
         algorithm._undeclared = values
     for name, value in undeclared.items():
-        if has_tensors(value) and not name.startswith("_"):
+        if isinstance(value, StateField | VectorStart):
+            raise ConfigurationError(
+                f"{kind}.{name} is declared in a method, where that has no effect. Move the line into the class: "
+                f"`{name} = Shared(zeros)`, without self."
+            )
+        if not name.startswith("_") and _holds_vectors(value):
             raise ConfigurationError(
                 f"{kind}.{name} holds tensors, but has no role: it would be lost when a run is resumed, a replica is "
                 f"lost, or parameters become trainable. Declare it in the class: `{name} = Shared(zeros)` if it is "
@@ -417,7 +447,7 @@ def check_declared(algorithm: Stateful, starts: bool = False) -> None:
                 "nothing depends on it after a step."
             )
         if (now := values[name]) != (before := algorithm._undeclared.get(name, [])):
-            own, first = name, before[0] if len(before) == 1 else "..."
+            own, first = name, before[0] if isinstance(value, _PLAIN) and len(before) == 1 else "..."
             if is_dataclass(algorithm) and name in {field.name for field in fields(algorithm) if field.init}:
                 own, first = f"my_{name}", f"lambda averager: averager.{name}"
             changed = f"from {', '.join(before) or 'nothing'} to {', '.join(now) or 'nothing'}"
@@ -428,8 +458,49 @@ def check_declared(algorithm: Stateful, starts: bool = False) -> None:
             )
 
 
+def _check_entries(algorithm: Any) -> None:
+    for field in fields_of(type(algorithm), PerReplica):
+        value, count = getattr(algorithm, field.name), algorithm.links.count
+        vector = isinstance(value, list) or (isinstance(value, Tensor) and value.ndim > 0)
+        if not vector or len(value) != count:
+            raise ConfigurationError(
+                f"{type(algorithm).__name__}.{field.name} is PerReplica, but starts with {value!r}, which is no list "
+                f"or tensor with an entry for each of the {count} replicas. Write `{field.name} = PerReplica(lambda "
+                "averager: [0.0] * averager.links.count)`."
+            )
+
+
+def _attributes(algorithm: object) -> dict[str, Any]:
+    """The attributes of an algorithm, and of its classes outside of this package, by name."""
+    found: dict[str, Any] = {}
+    for base in reversed(type(algorithm).__mro__):
+        if not base.__module__.startswith("lightning_hetero."):
+            found |= {name: value for name, value in vars(base).items() if not name.startswith("__")}
+    return found | vars(algorithm)
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    for leaf in tree_leaves(value):
+        yield from sorted(leaf, key=repr) if isinstance(leaf, set | frozenset) else [leaf]
+
+
 def _values(value: Any) -> list[str]:
-    return [repr(leaf) for leaf in tree_leaves(value) if isinstance(leaf, bool | int | float | complex | str | bytes)]
+    leaves = list(_leaves(value))
+    leaves += [each for leaf in leaves if is_dataclass(leaf) for each in _leaves(_within(leaf))]
+    return [repr(leaf) for leaf in leaves if isinstance(leaf, _PLAIN)]
+
+
+def _holds_vectors(value: Any) -> bool:
+    leaves = list(_leaves(value))
+    leaves += [each for leaf in leaves for each in _leaves(_within(leaf))]
+    return any(isinstance(leaf, Tensor | np.ndarray) for leaf in leaves)
+
+
+def _within(value: Any) -> dict[str, Any]:
+    """The attributes of an object of a class outside of this package."""
+    if isinstance(value, type | ModuleType) or type(value).__module__.startswith("lightning_hetero."):
+        return {}
+    return getattr(value, "__dict__", {})
 
 
 def has_tensors(value: Any) -> bool:
@@ -446,11 +517,18 @@ def _saved(value: Any) -> Any:
 def _restore(algorithm: Any, field: StateField, saved: Any) -> bool:
     """Restore one field; false if it must start over, which only `Scratch` may."""
     own = getattr(algorithm, field.name)
-    if hasattr(own, "load_state_dict"):
-        return own.load_state_dict(saved) is not False or not isinstance(field, Scratch)
     if isinstance(field, Scratch) and (own is None) != (saved is None):
         return saved is None
-    if _same_vectors(own, saved):
+    if hasattr(own, "load_state_dict"):
+        return own.load_state_dict(saved) is not False or not isinstance(field, Scratch)
+    shapes, there = _shapes(own), _shapes(saved)
+    if isinstance(field.start, VectorStart) and shapes != there:
+        then, now = ([size for (size,) in each] for each in (there, shapes))
+        raise CheckpointError(
+            f"The checkpoint holds {field.name!r} of {type(algorithm).__name__} as vectors of {then} values; in this "
+            f"fit they are of {now}. Resume with the fragments and exclude of the run that was saved."
+        )
+    if shapes and shapes == there:
         for vector, value in zip(own, saved, strict=True):  # in place: others may hold views of it
             vector.copy_(value)
     else:
@@ -458,10 +536,7 @@ def _restore(algorithm: Any, field: StateField, saved: Any) -> bool:
     return True
 
 
-def _same_vectors(own: Any, saved: Any) -> bool:
-    if not (isinstance(own, list) and own and isinstance(saved, list) and len(own) == len(saved)):
-        return False
-    return all(
-        isinstance(a, Tensor) and isinstance(b, Tensor) and a.shape == b.shape and a.dtype == b.dtype
-        for a, b in zip(own, saved, strict=True)
-    )
+def _shapes(value: Any) -> list[torch.Size]:
+    """The shapes in a list of tensors; empty: it is none."""
+    vectors = isinstance(value, list) and all(isinstance(each, Tensor) for each in value)
+    return [each.shape for each in value] if vectors else []

@@ -411,6 +411,17 @@ class BatchAccounting:
                 )
         return own, total
 
+    def mean_loss(self, loss: float, part: float) -> float:
+        """The mean of a loss over the samples of the replica, of which this rank has a part (collective over it)."""
+        with self.timer.waiting():
+            group = self._group()
+        if group is None:
+            return loss
+        mean = torch.tensor(part and part * loss, dtype=torch.float64)  # that of a padding batch may not be finite
+        with self.timer.waiting(), deadline("average the loss"):
+            dist.all_reduce(mean, group=group)
+        return mean.item()
+
     def pass_fractions(self) -> list[float]:
         """The part of this rank's weight that each of its passes has."""
         weights = self.current().pass_sizes if self._weighing is None else self._pass_weights

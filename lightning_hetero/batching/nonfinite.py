@@ -100,7 +100,7 @@ class NonFiniteGuard:
         self._loss: bool | Tensor = False
         self._own: bool | Tensor = False
         self._spread: bool | Tensor = False
-        self._passes = self._counted = 0  # backward passes; those in which some samples counted
+        self._passes = self._counted = 0  # backward passes; those of which not all was left out
 
     def continue_from(self, former: "NonFiniteGuard") -> None:
         """Go on in the midst of a window where another one has stopped, which was made for an earlier view."""
@@ -110,16 +110,18 @@ class NonFiniteGuard:
         self._left_out_on_device = former._left_out_on_device
         self._loss, self._own, self._spread = former._loss, former._own, former._spread
         self._passes, self._counted = former._passes, former._counted
+        self._spoilt, self._buffers = former._spoilt, former._buffers
 
     # -- losses ------------------------------------------------------------------------------------
 
     def before_forward(self, module: nn.Module) -> None:
         """Remember the buffers, since samples that are left out must not have changed them."""
-        self._restore(module)
+        self.restore(module)
         if self._active == "skip":
             self._buffers = [buffer.detach().clone() for buffer in module.buffers()]
 
-    def _restore(self, module: nn.Module) -> None:
+    def restore(self, module: nn.Module) -> None:
+        """Set the buffers back if samples that are left out have changed them, once no backward pass needs them."""
         if self._spoilt:
             self._spoilt = False
             with torch.no_grad():
@@ -163,7 +165,7 @@ class NonFiniteGuard:
         table = torch.stack(rows)
         bad, total = table[:, 2] == 0, (table[:, 0] * table[:, 1]).sum().item()
         self._passes += 1
-        self._counted += total > 0
+        self._counted += total > 0 or not bool((table[:, 1] == 0).any())  # nothing to leave out, if all weigh 0
         if bad.any():
             their = "its" if bad.sum() == 1 else "their"
             self._say(f"{self._subject('loss', bad.tolist())} not finite: {their} samples do not count")
@@ -299,7 +301,7 @@ class NonFiniteGuard:
             return False
         if type(optimizer) in FUSED and not any(g["fused"] or g.get("capturable") for g in optimizer.param_groups):
             _place_steps(optimizer, on_device=False)  # ranks on CPUs may have joined
-        self._restore(module)
+        self.restore(module)
         loss, own, spread = self._loss, self._own, bool(self._spread)
         nothing = self._passes > 0 and self._counted == 0
         self._forget()

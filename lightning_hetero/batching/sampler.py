@@ -344,11 +344,13 @@ class Position(NamedTuple):
         epoch: epochs done.
         batch: batches of this epoch done; above 0 when a run resumes within an epoch.
         step: batches done since the start of the fit, which plans count.
+        again: whether a loader that ends before the epoch does begins again.
     """
 
     epoch: int
     batch: int
     step: int
+    again: bool = True
 
 
 class RankSlot(NamedTuple):
@@ -485,7 +487,7 @@ class ShareSampler(SharedBatches):
             first = 0  # all trained on: a shorter loader starts over
         else:
             self._begin(begun := position)
-            first = position.batch % max(len(self), 1)
+            first = position.batch % max(len(self), 1) if position.again else min(position.batch, len(self))
         origin = begun.step - begun.batch  # the step at which the epoch began, or would have
         self._left = len(self) - first
         if callable(set_epoch := getattr(self.sampler, "set_epoch", None)):

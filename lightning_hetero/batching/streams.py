@@ -127,7 +127,7 @@ class Stream(LoaderProxy):
     def __iter__(self) -> Iterator[Any]:
         self.drawn.clear()
         self._states.clear()
-        epoch, _, self.next_step = self._begin()
+        epoch, _, self.next_step, _ = self._begin()
         self._passes += 1
         self._retry(lambda: self.peers.begin(self._passes))
         end = object()

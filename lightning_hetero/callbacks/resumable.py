@@ -22,7 +22,7 @@ from lightning_hetero.callbacks.checkpoint_folder import (
 from lightning_hetero.checkpoint.consensus import BackgroundConsensus
 from lightning_hetero.checkpoint.writer import BackgroundWriter
 from lightning_hetero.comm.job import Job
-from lightning_hetero.errors import ConfigurationError, UnsupportedError
+from lightning_hetero.errors import ConfigurationError, UnsupportedError, not_none
 from lightning_hetero.lightning_compat import accumulates, resume_by
 from lightning_hetero.strategies.base import HeteroStrategy
 from lightning_hetero.strategies.replica import ReplicaStrategy
@@ -198,7 +198,12 @@ class ResumableCheckpoint(Resumable):
             self._counted |= self._at // self.every_n_steps > before // self.every_n_steps
         if not (timed or self._counted) or loses_the_end(trainer):  # then after the next batch
             return
-        self._save(trainer, self._session.writer)
+        strategy = trainer.strategy
+        assert isinstance(strategy, HeteroStrategy)
+        not_none(strategy.stop_request, "what ends a batch").save_after_batch(lambda: self._save_due(trainer, timed))
+
+    def _save_due(self, trainer: "pl.Trainer", timed: bool) -> None:
+        self._save(trainer, not_none(self._session, "the session of the fit").writer)
         self._counted = False
         if timed and self._schedule is not None:
             self._schedule.done()

@@ -33,6 +33,7 @@ class OuterStep:
         if not self.parameters:
             raise ConfigurationError("exclude leaves no parameter for the outer optimizer.")
         self.optimizer = make(self.parameters)
+        self._given = deepcopy(self._groups())
         taken = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
         if left := [tuple(p.shape) for p in self.parameters if id(p) not in taken]:
             raise ConfigurationError(
@@ -40,19 +41,37 @@ class OuterStep:
                 f"and leaves others as they were at first, such as one of shape {left[0]}. Let it take them all."
             )
 
+    def _groups(self) -> list[dict[str, Any]]:
+        return [{name: value for name, value in g.items() if name != "params"} for g in self.optimizer.param_groups]
+
     def state_dict(self) -> dict[str, Any]:
-        """The options of the optimizer's groups, and its state by the names of the parameters."""
-        groups = [{name: value for name, value in g.items() if name != "params"} for g in self.optimizer.param_groups]
+        """The optimizer's kind, its groups, also as they were given, and its state by the names of the parameters."""
         named = zip(self._replica.parameter_names, self.parameters, strict=True)
         return {
-            "groups": groups,
+            "kind": type(self.optimizer).__name__,
+            "given": self._given,
+            "groups": self._groups(),
             "state": {name: self.optimizer.state[p] for name, p in named if p in self.optimizer.state},
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from :meth:`state_dict`. Parameters of which it holds nothing keep what they have."""
-        for group, saved in zip(self.optimizer.param_groups, state["groups"], strict=True):
-            group.update(saved)
+        """Continue from :meth:`state_dict`. Parameters of which it holds nothing keep what they have.
+
+        Options that the user has changed since, such as ``outer_lr``, count.
+
+        Raises:
+            CheckpointError: it is of another optimizer.
+        """
+        here = type(self.optimizer).__name__, len(self._given)
+        there = state.get("kind", here[0]), len(state["groups"])
+        if there != here:
+            raise CheckpointError(
+                f"The checkpoint was saved with the outer optimizer {there[0]} with {there[1]} group(s) of parameters; "
+                f"here it is {here[0]} with {here[1]}. Resume with the outer optimizer of the run that was saved."
+            )
+        pairs = zip(self._given, state.get("given", self._given), strict=True)
+        for group, saved, (now, then) in zip(self.optimizer.param_groups, state["groups"], pairs, strict=True):
+            group.update({name: value for name, value in saved.items() if now.get(name) == then.get(name)})
         for name, p in zip(self._replica.parameter_names, self.parameters, strict=True):
             if name in state["state"]:
                 self.optimizer.state[p] = deepcopy(state["state"][name])

@@ -299,7 +299,7 @@ class HeteroStrategy(JobStrategy):
         """An optimizer has stepped, or with manual optimization any number of them: replicas may meet."""
         self.engine.step_taken()
         self.recovery.retry(lambda: self.step.batch_ended(self.trainer, window=True))
-        self.step.window_ended()
+        self.step.window_ended(manual=not self.trainer.lightning_module.automatic_optimization)
         self._compare_parameters()
         say_outcome(self.recovery.exchange(lambda: self.engine.exchange()), type(self).__name__)
         self.recovery.retry(lambda: self.engine.exchange_completed())

@@ -423,12 +423,24 @@ class Loaders:
         return any(isinstance(source, Stream) for source in self.sources())
 
     def take(self) -> Drawn:
-        """The draw for the batch that is about to be trained on: samples of all loaders together."""
+        """The draw for the batch that is about to be trained on: samples of all loaders together.
+
+        Raises:
+            DataError: on every rank of the replica, if its ranks have unequal proportions of the loaders' parts.
+        """
         parts = [source.take() for source in self.sources() if source.drawn]
         if len(parts) == 1:
             return parts[0]
         each = {rank: sum(part.parts.get(rank, 0) for part in parts) for part in parts for rank in part.parts}
         samples, total, cost = (sum(getattr(part, name) for part in parts) for name in ("samples", "total", "cost"))
+        uneven = any(part.parts.get(rank, 0) * total != part.total * n for part in parts for rank, n in each.items())
+        if uneven or (total and not all(part.total for part in parts)):
+            sizes = ", ".join(f"rank {rank}: {[int(part.parts.get(rank, 0)) for part in parts]}" for rank in each)
+            raise DataError(
+                f"the training loaders' parts of a batch have unequal proportions on the ranks of a replica ({sizes} "
+                "samples), and one weight for all parts of a rank cannot be right. Give each rank as many samples of "
+                "each loader as the others (drop_last=True), or combine the datasets before the DataLoader."
+            ).of_all()
         return Drawn(samples, total, each, cost)
 
     def ended(self) -> bool:
@@ -581,6 +593,8 @@ class Loaders:
             self.planner.expect(sum(steps[0]))
             for step, sizes in enumerate(steps):
                 self._check_proportions(step, sizes)
+            position = self._begin()
+            return position._replace(again=mode_of(combined) == "max_size_cycle" or position.batch >= length)
         return self._begin()
 
     def _check_proportions(self, step: int, sizes: Sequence[int]) -> None:

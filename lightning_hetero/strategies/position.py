@@ -2,12 +2,15 @@
 
 import math
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
+
+from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_hetero import lightning_compat
 from lightning_hetero.batching.accounting import BatchAccounting
 from lightning_hetero.batching.sampler import Position
+from lightning_hetero.batching.streams import Stream
 from lightning_hetero.checkpoint import loader_states
 from lightning_hetero.comm import waits
 
@@ -58,8 +61,31 @@ def refetch_if_moved(trainer: "pl.Trainer", accounting: BatchAccounting, checkpo
     begun = [getattr(source, "begun", None) for source in sources]
     if resumed or any(b is not None and (b.epoch, b.batch) != (here.epoch, here.batch) for b in begun):
         lightning_compat.restart_loaders(trainer)
+    if checkpoint is not None:
+        _say_what_is_lost(trainer, here.batch, sources)
     if checkpoint is not None and (ended := loader_states.ended(checkpoint, accounting)) is not None:
         accounting.ended = ended
+
+
+def _say_what_is_lost(trainer: "pl.Trainer", batch: int, sources: Sequence[Any]) -> None:
+    """Warn of what a checkpoint that was saved after so many batches of an epoch does not hold."""
+    left = batch % trainer.accumulate_grad_batches
+    if left and batch != trainer.num_training_batches:
+        rank_zero_warn(
+            f"The checkpoint was saved while gradients accumulated: those of {left} batch(es) are not in it, and the "
+            f"next step takes those of the others only. Save after a step, that is after a multiple of "
+            f"{trainer.accumulate_grad_batches} batches."
+        )
+    if (
+        batch
+        and math.isinf(trainer.num_training_batches)  # else Lightning says so
+        and any(isinstance(source, Stream) and not source.stateful for source in sources)
+    ):
+        rank_zero_warn(
+            f"The checkpoint was saved after {batch} batches of an epoch, and the training data cannot go on there: "
+            "they begin again, so that samples come twice. Use a loader with state_dict and load_state_dict, such as "
+            "torchdata's StatefulDataLoader, or a SharedStream."
+        )
 
 
 def begin_next_epoch(trainer: "pl.Trainer") -> None:

@@ -216,12 +216,15 @@ class PeerRecovery(RecoveryPolicy):
         def inside() -> T:
             # Here: a loss changes their weights, and the repeated step may break again.
             gradients = gradients_of(module) if adds and self._membership is not None else None
+            trainable = [(parameter, parameter.requires_grad) for parameter in module.parameters()]
             try:
                 with self._collectives.plain(), self._step():
                     return operation()
             except BaseException:
                 if gradients is not None:  # of earlier batches, to which the broken step may have added
                     set_gradients(module, gradients)
+                for parameter, on in trainable:  # an optimizer may be toggled
+                    parameter.requires_grad_(on)
                 raise
 
         def missed(others: MissedWork) -> bool:

@@ -169,7 +169,7 @@ class ReplicaStrategy(HeteroStrategy):
         fits = trainer.state.fn == TrainerFn.FITTING
         if fits:
             check_equal("the checkpoint to go on from", self._source.summary)
-            _insert_callbacks(callbacks, self)
+            _insert_callbacks(callbacks, FinishFirst(self), UpdateWhereReplicasMeet(self))
         super().setup(trainer)
         if fits:
             raise_on_all(complex_parameters(self.module), "the model")
@@ -250,7 +250,7 @@ class ReplicaStrategy(HeteroStrategy):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         # Collective: the Trainer asks for it on all ranks when it saves. Not once it is interrupted: ranks may be gone.
         training = self.joined and self.engine.averages and self.trainer.state.fn == TrainerFn.FITTING
-        if not training or self.engine.holds or self.collectives.alone():
+        if not training or self.engine.holds or self.engine.finished or self.collectives.alone():
             return super().lightning_module_state_dict()
         io = self.checkpoint_io
         if isinstance(io, BackgroundWriter):
@@ -466,12 +466,12 @@ class UpdateWhereReplicasMeet(Callback):
             self._strategy.weight_averages.make(self._strategy.engine, self._strategy.timer)
 
 
-def _insert_callbacks(callbacks: list[Callback], strategy: ReplicaStrategy) -> None:
-    """Put :class:`FinishFirst` and :class:`UpdateWhereReplicasMeet` where they belong among a Trainer's callbacks."""
+def _insert_callbacks(callbacks: list[Callback], first: FinishFirst, update: UpdateWhereReplicasMeet) -> None:
+    """Put callbacks where they belong among a Trainer's callbacks, in the place of those of another strategy."""
     callbacks[:] = [one for one in callbacks if not isinstance(one, FinishFirst | UpdateWhereReplicasMeet)]
     if where := [i for i, callback in enumerate(callbacks, 1) if averages_weights(callback)]:
-        callbacks.insert(where[-1], UpdateWhereReplicasMeet(strategy))
-    callbacks.insert(0, FinishFirst(strategy))
+        callbacks.insert(where[-1], update)
+    callbacks.insert(0, first)
 
 
 S = TypeVar("S", bound=type[ReplicaStrategy])
@@ -618,13 +618,12 @@ def _checked(averager: type[Averager]) -> list[str]:
     taken |= {*signature(DistributedDataParallel.__init__).parameters, *dir(Averager), *Averager.__annotations__}
     # Gossip has an option `topology`; the attribute of this name is the job's.
     taken |= {*dir(ReplicaStrategy), *chain(*map(get_annotations, ReplicaStrategy.__mro__))} - {"topology"}
-    names = [field.name for field in fields(averager) if field.init]
-    if clash := [name for name in names if name in taken]:
+    if clash := [field.name for field in fields(averager) if field.name in taken]:
         raise ConfigurationError(
             f"{averager.__name__}: {', '.join(clash)} is a name that strategies or averagers use themselves. Give the "
-            "field another name."
+            f"field another name, such as `my_{clash[0].lstrip('_')}`."
         )
-    return names
+    return [field.name for field in fields(averager) if field.init]
 
 
 def _signature(averager: type[Averager], defaults: dict[str, Any]) -> Signature:

@@ -50,6 +50,7 @@ class StopRequest:
         self.all_stop = False  # whether all ranks have saved, and end here
         self._trainer, self._save, self._recovery = trainer, save, recovery
         self._done = 0  # batches of this fit
+        self._saves: list[Callable[[], None]] = []  # once the running batch has ended
         self._hooks = lightning_compat.SignalHooks(trainer, self._notify, self._notify_here, self._update_lr_schedulers)
         survive = None if recovery.newcomers is None else recovery.recover_if_changing
         self.agreed = AgreedBatch(store, self._asks, limit, recover=survive)
@@ -73,6 +74,10 @@ class StopRequest:
         """Give the Trainer its own methods back, and end the agreement; idempotent."""
         self.agreed.close()
         self._hooks.restore()
+
+    def save_after_batch(self, save: Callable[[], None]) -> None:
+        """Let a function save once the running batch has ended, with its validation and the schedulers' steps."""
+        self._saves.append(save)
 
     def finish(self) -> None:
         """The fit is complete; if any rank has been asked to stop, save and end all the same (collective)."""
@@ -110,32 +115,45 @@ class StopRequest:
             return False
         if lightning_compat.stops_early(trainer):  # as if this were the last batch: see `finish`
             return False
+        if lightning_compat.plateaus_step(trainer):
+            return not loses_the_end(trainer)
         return lightning_compat.validates_now(trainer) or not loses_the_end(trainer)
 
     def _update_lr_schedulers(self, interval: str, update_plateau_schedulers: bool) -> None:
         loop = self._trainer.fit_loop.epoch_loop
         ends = interval == "step" and update_plateau_schedulers  # what Lightning does last with a batch
-        if not ends or not self._batch_ended():
+        stops = ends and self._batch_ended()
+        if not stops and not (ends and self._saves):
             type(loop).update_lr_schedulers(loop, interval, update_plateau_schedulers)
             return
         # Lightning resumes from two moments: the end of a validation, at which it would have saved just before this
-        # call; and `on_train_batch_end`, at which the batch does not count as completed yet.
-        progress, early = loop.batch_progress, not lightning_compat.validates_now(self._trainer)
+        # call, which it makes again, without metrics; and `on_train_batch_end`, at which the batch does not count as
+        # completed yet.
+        validates, plateaus = (
+            lightning_compat.validates_now(self._trainer),
+            lightning_compat.plateaus_step(self._trainer),
+        )
+        progress, early = loop.batch_progress, not validates or plateaus
         if early:
             type(loop).update_lr_schedulers(loop, interval, update_plateau_schedulers)
             progress.total.completed -= 1
             progress.current.completed -= 1
-        newcomers = self._recovery.newcomers
-        if newcomers is None or self._any_requested("stop"):
-            self._stop()
-        else:
-            newcomers.admit()  # raises, unless those that wanted to join are gone
+        saves, self._saves = self._saves, []
+        for save in saves:
+            save()
+        if stops:
+            newcomers = self._recovery.newcomers
+            if newcomers is None or self._any_requested("stop"):
+                self._stop()
+            else:
+                newcomers.admit()  # raises, unless those that wanted to join are gone
         if early:
             progress.total.completed += 1
             progress.current.completed += 1
         else:
             type(loop).update_lr_schedulers(loop, interval, update_plateau_schedulers)
-        self.agreed.rearm()
+        if stops:
+            self.agreed.rearm()
 
     def _stop(self) -> None:
         self._save()

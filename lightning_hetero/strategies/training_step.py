@@ -11,6 +11,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.data import extract_batch_size
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
+from torch.optim import LBFGS
 from torch.optim.optimizer import Optimizer
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
@@ -87,9 +88,11 @@ class TrainingStep:
         self._observer = CollectiveObserver(accounting.timer, several)
         self._idle = IdleSteps(accounting, several)
         self._timer = accounting.timer
-        self._samples: dict[int, float] = {}  # of the replica, in each batch of the running window
+        self._samples: dict[int, float] = {}  # of the replica, in each batch since optimizers have stepped
+        self._stepped: dict[Optimizer, int] = {}  # the batch in which each has stepped last, by hand
         self._loss: Tensor | None = None  # of the running backward pass
         self._weight: float | None = None  # of the loss in the running backward pass; 0 if its samples are left out
+        self._part = 0.0  # of the samples that count in the latest one, those of this rank
         self._logged: Any | None = None  # the Trainer's collection of logged values
         self._counted = 0.0  # this rank's samples of the latest batch, for what is logged about it
         self._epoch, self._of_epoch = -1, 0.0  # the running one, and this rank's samples in it
@@ -113,6 +116,7 @@ class TrainingStep:
             limited: whether they may run several passes on a batch.
         """
         self.close()
+        self._samples, self._stepped = {}, {}
         if limited:
             self._limited = module
             lightning_compat.transfer_each_pass(module)
@@ -280,6 +284,7 @@ class TrainingStep:
         if left_out:  # what hooks log from now on counts as little as its samples
             self._counted = 0.0
         self._weight = gradient_weight(own, total, len(self._accounting.replica))
+        self._part = own / total if total else 0.0
         return self._finite.weigh(loss, self._weight, drawn.in_passes)
 
     @contextmanager
@@ -332,9 +337,10 @@ class TrainingStep:
         def gradients() -> Any:
             nonlocal left_out
             output = closure()
+            if isinstance(optimizer, LBFGS):  # it goes by the loss: how far it steps, and how often it asks again
+                output = self._accounting.mean_loss(float(output), self._part)
             self._engine.before_overwrite()  # also without a backward pass
-            # Padding only: momentum and weight decay would move the replica all the same.
-            left_out = self._finite.skips_step(module, scaled, optimizer) or not any(self._samples.values())
+            left_out = self._finite.skips_step(module, scaled, optimizer) or self._padding_only(optimizer)
             if left_out:
                 zero_gradients(optimizer)
             if self._finite.shard_traffic is not None and self._survives:
@@ -347,10 +353,19 @@ class TrainingStep:
             skip_step_if(lambda: left_out, optimizer),
             self._collectives.weighing(lambda: self._counted),
         ):
-            return step(gradients)
+            output = step(gradients)
+        self._stepped[optimizer] = max(self._samples, default=-1)
+        return output
+
+    def _padding_only(self, optimizer: Optimizer) -> bool:
+        """Whether an optimizer would take in padding only: momentum and decay would move the replica all the same."""
+        before, running = self._stepped.get(optimizer, -1), self._accounting.step
+        found = [samples for step, samples in self._samples.items() if step > before or step == running]
+        return bool(found) and not any(found)
 
     def batch_ended(self, trainer: "pl.Trainer", window: bool = False) -> None:
         """This rank has done its work on a batch, and perhaps on a window."""
+        self._finite.restore(trainer.lightning_module)
         if self._accounting.drawn is not None:
             last = lightning_compat.epoch_ends(trainer) or 0 <= trainer.max_steps <= trainer.global_step + 1
             if self._idle.left_out and last:
@@ -371,14 +386,18 @@ class TrainingStep:
         """A block in which the hooks around a backward pass and an optimizer's step run."""
         return self._observer.hooks()
 
-    def window_ended(self) -> None:
+    def window_ended(self, manual: bool) -> None:
         """An optimizer has stepped (with manual optimization, however often); after :meth:`batch_ended`."""
-        self._samples = {}
+        if manual:  # it may step later on, by what this batch has given: the latest one, and one with samples, tell
+            latest = [*self._samples][-1:] + [step for step, samples in self._samples.items() if samples][-1:]
+            self._samples = {step: self._samples[step] for step in sorted({*latest})}
+        else:
+            self._samples = {}
         self._engine.window_ended()
 
     def continue_from(self, former: "TrainingStep") -> None:
         """Go on in the midst of a window where another one has stopped, which was made from an earlier view."""
-        self._samples, self._counted = former._samples, former._counted
+        self._samples, self._stepped, self._counted = former._samples, former._stepped, former._counted
         self._epoch, self._of_epoch = former._epoch, former._of_epoch
         self.passes, self._hooks, self._limited = former.passes, former._hooks, former._limited
         self._batches, self._run, self._pass, self._mean = former._batches, former._run, former._pass, former._mean

@@ -82,12 +82,12 @@ class InMemory(AsyncElasticAverager):
     """Exchanges with a center in memory."""
 
     overlap = False
-    memory: Memory
+    _memory: Memory
 
     def make_center(self) -> Center:
         index, count = self.links.index, self.links.count
         layout = CenterLayout(index, count, tuple(range(count)), index, timedelta(seconds=9))
-        return MemoryCenter(layout, self.memory)
+        return MemoryCenter(layout, self._memory)
 
 
 class BothSides(InMemory):
@@ -105,7 +105,7 @@ def center_of(kind: type[InMemory], debias: bool, events: int) -> float:
         module = nn.Linear(1, 1, bias=False, dtype=torch.float64)
         nn.init.zeros_(module.weight)
         averager = kind(1, "auto", debias=debias)
-        averager.memory = memory
+        averager._memory = memory
         averager.setup(Replica(module), NoLinks(index, count), list)  # type: ignore[arg-type]
         workers.append((module, averager))
     times, seen = [(period, i) for i, period in enumerate(PERIODS)], []

@@ -31,13 +31,13 @@ def test_runs_are_as_equal_as_they_can_be(count: int, starts: list[int]) -> None
 # -- other parameters are trainable ----------------------------------------------------------------
 
 
-def streaming(fragments: Any) -> tuple[nn.Module, Any]:
+def streaming(fragments: Any, **options: Any) -> tuple[nn.Module, Any]:
     """A model of which the first layer, the largest one, is frozen; and its averager, at work."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1), nn.Linear(1, 1))
     model[0].requires_grad_(False)
     links: Any = SimpleNamespace(count=2, index=0, is_leader=True, lay_out=lambda layout: None)
     links.feedback, links.gather = lambda wire, lengths: None, lambda own: [own]
-    averager = OuterAverager(tau=4, fragments=fragments)
+    averager = OuterAverager(tau=4, fragments=fragments, **options)
     averager.setup(averager.make_replica(model), links, list, FitInfo())
     return model, averager
 
@@ -74,3 +74,16 @@ def test_the_states_of_other_fragments_are_refused() -> None:
     (_, two), (_, one) = streaming(2), streaming(1)
     with pytest.raises(CheckpointError, match="holds the states of 2 outer optimizers; here there are 1"):
         one.outer_steps.load_state_dict(two.outer_steps.state_dict())
+
+
+def test_changed_options_of_the_outer_optimizer_count_and_another_one_is_refused() -> None:
+    (_, saved), (_, same), (_, changed) = streaming(1), streaming(1), streaming(1, outer_lr=0.1)
+    saved.outer_steps.of_fragments[0].optimizer.param_groups[0]["momentum"] = 0.8  # in the midst of the fit
+    state = saved.outer_steps.state_dict()
+    for averager, lr in ((same, 0.7), (changed, 0.1)):
+        averager.outer_steps.load_state_dict(state)
+        group = averager.outer_steps.of_fragments[0].optimizer.param_groups[0]
+        assert (group["lr"], group["momentum"]) == (lr, 0.8)
+    _, other = streaming(1, outer=torch.optim.Adagrad)
+    with pytest.raises(CheckpointError, match=r"the outer optimizer SGD with 1 .* here it is Adagrad with 1"):
+        other.outer_steps.load_state_dict(state)

@@ -67,6 +67,17 @@ def test_phases() -> None:
     assert phases == ["warm-up"] * 3 + ["cycling"] * 5 + ["cool-down"] * 2
 
 
+def test_rates_are_resumed_unless_the_user_has_changed_them() -> None:
+    saved = RateSchedule(every=8, wait=2, patience=1)
+    course(saved, [1.0, 1.0])
+    assert (saved.every, saved.wait) == (4, 1)
+    for options, rates in (({"every": 8, "wait": 2}, (4, 1)), ({"every": 2, "wait": 0}, (2, 0))):
+        resumed = RateSchedule(**options)
+        resumed.load_state_dict(saved.state_dict())
+        assert (resumed.every, resumed.wait) == rates
+        assert resumed.best == saved.best
+
+
 def test_an_automatic_wait_is_the_smallest_that_hides_the_exchange() -> None:
     schedule = RateSchedule(every=4, wait="auto", max_every=8, patience=1)
     assert schedule.wait == 4  # nothing measured yet

@@ -1,11 +1,16 @@
 """Declared state: what each role does at each event, and declarations that are refused."""
 
+import datetime
+import functools
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from time import perf_counter
+from time import perf_counter as now
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -222,6 +227,23 @@ def test_state_before_a_fit_and_of_another_algorithm() -> None:
         write(started(model()), state)
 
 
+def test_a_checkpoint_of_other_options() -> None:
+    averager = started(model())
+    state, averager.guess = read(averager), Rate()
+    assert write(averager, {**state, "guess": None}) == []  # there was none, and it has not begun
+    assert averager.guess.every == 8
+    with pytest.raises(CheckpointError, match=r"'momentum' of Everything as vectors of \[3\] values; in this fit they"):
+        write(averager, {**state, "momentum": [torch.zeros(3)]}, Shared)
+
+
+def test_vectors_of_another_dtype_are_restored_in_their_place() -> None:
+    averager = started(model())
+    view = averager.momentum[0]
+    write(averager, {**read(averager), "momentum": [torch.ones_like(view, dtype=torch.float16)]}, Shared)
+    assert averager.momentum[0] is view
+    assert view.eq(1).all()
+
+
 def test_exchanges_under_way_of_which_nothing_would_become_are_refused() -> None:
     @dataclass
     class Forgetful(Averager):
@@ -287,6 +309,47 @@ def test_an_exchange_that_depends_on_a_local_clock_is_refused() -> None:
             def due(self, context: StepContext) -> bool:
                 return perf_counter() > 1
 
+    class OfRun(Everything):
+        def late(self) -> bool:
+            return self.run.in_steps(60.0) < 1
+
+    class Mixin:
+        def due(self, context: StepContext) -> bool:
+            return late()
+
+    def late() -> bool:
+        return any(now() > second for second in (1, 2))
+
+    def passed_on(method: Any) -> Any:
+        @functools.wraps(method)
+        def due(self: Any, context: StepContext) -> Any:
+            return method(self, context)
+
+        return due
+
+    def by_date(self: Any, context: StepContext) -> bool:
+        return datetime.datetime.now().second == 0
+
+    def by_import(self: Any, context: StepContext) -> bool:
+        from time import monotonic
+
+        return monotonic() > 1
+
+    def by_method(self: Any, context: StepContext) -> bool:
+        return self.late()
+
+    methods: dict[Any, tuple[type, ...]] = {
+        r"time.perf_counter, in late": (Mixin, Averager),
+        r"datetime": (Everything, by_date),
+        r"datetime, in by_date": (Everything, passed_on(by_date)),
+        r"time": (Everything, by_import),
+        r"run.in_steps, in late": (OfRun, by_method),
+    }
+    for clock, (*bases, due) in methods.items():
+        bases, body = (bases, {"due": due}) if not isinstance(due, type) else ([*bases, due], {})
+        with pytest.raises(ConfigurationError, match=rf"Own\.due reads a clock \({clock}\)"):
+            type("Own", tuple(bases), {"__module__": __name__, **body})
+
     class BySteps(Everything):
         time = 60  # not that of a clock
 
@@ -314,19 +377,77 @@ def test_tensors_without_a_role_are_refused_when_a_fit_starts() -> None:
     with pytest.raises(ConfigurationError, match=r"Undeclared\.velocity holds tensors.*`velocity = Shared\(zeros\)`"):
         started(model(), Undeclared())
 
+    class Helper:
+        def __init__(self) -> None:
+            self.vector = torch.zeros(4)
+
+    vectors: list[Callable[[], Any]] = [
+        lambda: np.zeros(4),
+        Helper,
+        lambda: torch.optim.SGD([nn.Parameter(torch.zeros(4))], lr=1.0),
+        lambda: {"first": nn.Linear(2, 2)},
+    ]
+    for make in vectors:
+        undeclared: Any = dataclass(type("Undeclared", (Everything,), {"prepare": lambda self: self.hold()}))
+        undeclared.hold = lambda self, make=make: setattr(self, "velocity", make())
+        with pytest.raises(ConfigurationError, match=r"Undeclared\.velocity holds tensors"):
+            started(model(), undeclared())
+
+    @dataclass
+    class OfClass(Everything):
+        velocity = torch.zeros(4)  # of all fits
+
+    with pytest.raises(ConfigurationError, match=r"OfClass\.velocity holds tensors"):
+        started(model(), OfClass())
+
+    @dataclass
+    class InMethod(Everything):
+        def prepare(self) -> None:
+            self.velocity = Shared(zeros)
+
+    with pytest.raises(ConfigurationError, match=r"InMethod\.velocity is declared in a method.*`velocity = Shared\("):
+        started(model(), InMethod())
+
     @dataclass
     class Memory(Everything):
         def prepare(self) -> None:
-            self._room, self.often = [torch.zeros(4)], 3
+            self._room, self.often, self._helper = [torch.zeros(4)], 3, Helper()
 
     started(model(), Memory())
 
 
+def test_starts_that_are_refused() -> None:
+    """An object that all fits would share; and no entry per replica, which the first loss would bring to light."""
+    for start, right in (([], r"\[\]"), ({}, r"\{\}"), (torch.zeros(3), r"torch\.zeros\(\(3,\)\)")):
+        with pytest.raises(
+            ConfigurationError, match=rf"Mutable\.kept cannot.*`kept = Own\(lambda averager: {right}\)`"
+        ):
+            type("Mutable", (Everything,), {"kept": Own(start)})
+    for start in ([0.0], 0.0, zeros, None):
+        with pytest.raises(ConfigurationError, match=r"Entries\.counts cannot start with .*averager\.links\.count\)`"):
+            type("Entries", (Everything,), {"counts": PerReplica(start)})
+    for start in ([0.0], 0.0, torch.tensor(3.0)):
+
+        @dataclass
+        class Entries(Everything):
+            counts = PerReplica(lambda averager, start=start: start)
+
+        with pytest.raises(ConfigurationError, match=r"Entries\.counts is PerReplica, but starts with .* of the 3 rep"):
+            started(model(), Entries())
+
+
 def test_values_that_change_without_a_role_are_refused() -> None:
     @dataclass
+    class Tally:
+        count: int = 0
+
+    @dataclass
     class Counts(Everything):
+        history = [0.5]  # of all fits
+
         def prepare(self) -> None:
             self._steps, self.rows, self._room = 0, [["first", 1]], [torch.zeros(4)]
+            self.seen, self.tally, self._least = {3}, Tally(), np.float32(2.0)
 
         def after_step(self, context: StepContext) -> None:
             self._room = [torch.ones(4)]  # memory
@@ -344,6 +465,18 @@ def test_values_that_change_without_a_role_are_refused() -> None:
         def change_4(self) -> None:
             self._last = "text"
 
+        def change_6(self) -> None:
+            self.seen.add(4)
+
+        def change_7(self) -> None:
+            self.tally.count += 1
+
+        def change_8(self) -> None:
+            self._least = np.float32(1.0)
+
+        def change_9(self) -> None:
+            self.history.append(0.25)
+
         def change_5(self) -> None:
             self.momentum[0].add_(1.0)
             self.best = 0.25
@@ -353,6 +486,10 @@ def test_values_that_change_without_a_role_are_refused() -> None:
         2: r"Counts\.tau has changed.* from 4 to 8.*`my_tau = Shared\(lambda averager: averager\.tau\)`",
         3: r"Counts\.rows has changed during the fit, from 'first', 1 to 'first', 2",
         4: r"Counts\._last has changed during the fit, from nothing to 'text'",
+        6: r"Counts\.seen has changed during the fit, from 3 to 3, 4, .*`seen = Shared\(\.\.\.\)`",
+        7: r"Counts\.tally has changed during the fit, from 0 to 1, .*`tally = Shared\(\.\.\.\)`",
+        8: r"Counts\._least has changed during the fit, from np\.float32\(2\.0\) to np\.float32\(1\.0\)",
+        9: r"Counts\.history has changed during the fit, from 0\.5 to 0\.5, 0\.25",
     }
     for step, message in messages.items():
         counts = started(model(), Counts())

@@ -2,17 +2,19 @@
 
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities import CombinedLoader
-from ranks import run
-from tasks import Net, dataset, error, one_process, parameters, rank, train
+from ranks import attempt, run
+from tasks import Net, Save, dataset, error, one_process, parameters, rank, train
 from torch.utils.data import DataLoader, IterableDataset, Subset, WeightedRandomSampler, get_worker_info
 
 from lightning_hetero import HeteroDDPStrategy
+from lightning_hetero.errors import DataError
 
 WORLD = 3
 UNEVEN = [5.0, 1.0, 2.0]
@@ -93,6 +95,47 @@ def test_combined_loaders() -> None:
         assert all(error(result["parameters"], truth["parameters"]) <= 1e-10 for result in results), case
         seen = Counter(i for result in results for batch in result["seen"] for i in batch)
         assert seen == Counter(i for batch in truth["seen"] for i in batch), case
+
+
+def _resumed(folder: str) -> list[torch.Tensor]:
+    found = []
+    for resume in (None, f"{folder}/mid.ckpt"):
+        loaders = {
+            name: DataLoader(dataset(n), batch_size=4, shuffle=True) for name, n in zip("ab", (60, 36), strict=True)
+        }
+        module, saves = TwoSources(), [] if resume else [Save(f"{folder}/mid.ckpt", 4, False)]  # b has 3 batches
+        strategy = HeteroDDPStrategy(balance=UNEVEN)
+        train(module, strategy, CombinedLoader(loaders, "max_size"), path=resume, max_epochs=2, callbacks=saves)
+        found.append(parameters(module))
+    return found
+
+
+def test_a_loader_that_has_ended_stays_so_after_a_resume(tmp_path: Path) -> None:
+    for whole, resumed in run(_resumed, WORLD, str(tmp_path)):
+        assert torch.equal(whole, resumed)
+
+
+class Part(IterableDataset):
+    """So many samples of each rank's own."""
+
+    def __init__(self, *sizes: int) -> None:
+        self.sizes = sizes
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter([dataset(32)[16 * rank() + i] for i in range(self.sizes[rank()])])
+
+
+def _streams(a: Any, b: Any) -> None:
+    loaders = {"a": DataLoader(Part(*a), batch_size=4), "b": DataLoader(Part(*b), batch_size=4)}
+    train(TwoSources(), HeteroDDPStrategy(), CombinedLoader(loaders, "max_size"))
+
+
+@pytest.mark.parametrize("sizes", [((16, 8), (8, 16)), ((14, 16), (16, 14))], ids=["padding", "short"])
+def test_combined_streams_of_unequal_proportions_are_an_error_on_every_rank(sizes: Any) -> None:
+    for outcome in attempt(_streams, 2, *sizes):
+        assert isinstance(outcome.error, DataError), outcome.trace
+        assert "unequal proportions" in str(outcome.error)
+    run(_streams, 2, (16, 16), (10, 10))
 
 
 # -- data that users have split between ranks ----------------------------------------------------------------

@@ -227,3 +227,17 @@ def test_local_steps_follow_the_speed() -> None:
         assert abs(np.median(lengths) - (8, 4, 2)[rank]) <= 1, (rank, lengths)
     for seen in run(_paced, 3, nodes=APART, follow_speed=False):
         assert set(np.diff(seen)) == {8}
+
+
+def _shorter(path: str) -> list[int]:
+    options = {"epochs": 2, "balance": "off", "follow_speed": False}
+    fit(DiLoCoAsyncStrategy, Line(), trainer={"callbacks": [Save(path, 7, True)]}, tau=7, **options)
+    visits = Visits([0.0, 0.0])
+    fit(DiLoCoAsyncStrategy, Line(), trainer={"callbacks": [visits]}, tau=4, resume=path, **options)
+    return [step for step, *_ in visits.seen]
+
+
+def test_a_shorter_tau_holds_at_once_in_a_resumed_fit(tmp_path: Path) -> None:
+    for first, *others in run(_shorter, 2, str(tmp_path / "saved.ckpt"), nodes=[1, 1]):
+        assert first == 7 + 4
+        assert set(np.diff([first, *others])) == {4}

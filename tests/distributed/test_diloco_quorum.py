@@ -13,11 +13,13 @@ import torch.distributed as dist
 from center_tasks import Line, fit
 from oracles import LR, MOMENTUM, SAMPLES, START, data, order, split
 from ranks import attempt, run
+from saved import consensus
 from tasks import Killed, Save
 from test_streaming import Pieces
 from torch import nn
 
 from lightning_hetero import DiLoCoAsyncStrategy, DiLoCoStrategy, HeteroMonitor, NodeAverageStrategy
+from lightning_hetero.callbacks import ResumableCheckpoint
 from lightning_hetero.comm.centers.rounds import Quorum, RoundClock
 from lightning_hetero.errors import CheckpointError, ConfigurationError
 
@@ -146,6 +148,27 @@ def test_resumed_with_a_part_that_waits_for_its_outer_step(tmp_path: Path) -> No
         assert abs(path[7:] - later_path).max() < 1e-12  # three replicas come to a round in any order
         assert abs(end - later_end).max() < 1e-12
         assert [status[f"late/replica{i}"] for i in range(4)] == [later_status[f"late/replica{i}"] for i in range(4)]
+
+
+def complete(folder: Path, finished: bool) -> Any:
+    class AtStart(pl.Callback):
+        def on_train_start(self, trainer: pl.Trainer, *_: Any) -> None:
+            trainer.save_checkpoint(folder / "start")
+
+    again = ResumableCheckpoint(folder, every_n_steps=99)
+    callbacks, module = [Late(), again, *([AtStart()] if finished else [])], Line(momentum=MOMENTUM)
+    given = {"trainer": {"callbacks": callbacks, "enable_checkpointing": True}, "balance": SHARES}
+    epochs = 3 if finished else 2
+    return fit(
+        DiLoCoAsyncStrategy, module, epochs=epochs, tau=TAU, quorum=3, patience=0.0, global_batch_size=BATCH, **given
+    )["final"].double()
+
+
+def test_a_part_that_waits_at_the_end_of_a_run_counts_once_in_one_that_goes_on(tmp_path: Path) -> None:
+    final = run(complete, 4, tmp_path, False, nodes=[1, 1, 1, 1])[0]
+    run(complete, 4, tmp_path, True, nodes=[1, 1, 1, 1])
+    assert torch.equal(consensus(tmp_path / "step=30-complete.ckpt"), final)
+    assert (consensus(tmp_path / "start") - final).abs().max() < 1e-12
 
 
 def stopped(kind: Any, path: Path, resume: bool = False, **options: Any) -> Any:

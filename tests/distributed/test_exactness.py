@@ -31,6 +31,29 @@ class SparseTokens(Net):
         return ((batch[2] > 3) * batch[2]).sum()
 
 
+class Weightless(Net):
+    """No sample of one batch weighs anything."""
+
+    def counts(self) -> bool:
+        return self.trainer.fit_loop.epoch_loop.batch_idx != 3
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        return super().loss(batch) * self.counts()
+
+    def batch_weight(self, batch: Any) -> int:
+        return self.counts() * len(batch[0])
+
+
+class LineSearch(Net):
+    """Its optimizer goes by the loss, several times in a step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self.loss(batch)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.LBFGS(self.parameters(), max_iter=4, line_search_fn="strong_wolfe")
+
+
 class Logs(Net):
     """Logs values that are no means, too."""
 
@@ -61,6 +84,27 @@ class Thawing(Net):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.05, momentum=0.9)
+
+
+class ByHand(Net):
+    """Accumulates gradients by hand; what is left of them at the end of an epoch is taken in by a hook."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.automatic_optimization = False
+
+    def step(self) -> None:
+        self.optimizers().step()
+        self.optimizers().zero_grad()
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        self.seen = [*self.seen, batch[3].tolist()]
+        self.manual_backward(self.loss(batch) / 4)
+        if batch_idx % 4 == 3:
+            self.step()
+
+    def on_train_epoch_end(self) -> None:
+        self.step()
 
 
 class Silent(Net):
@@ -124,10 +168,16 @@ JOBS: dict[str, dict[str, Case]] = {
         "tokens": Case(UNEVEN, TokenNet),
         "tokens, accumulated": Case(UNEVEN, TokenNet, {"accumulate_grad_batches": 2}),
         "a part without tokens": Case({"strategy": {"balance": [8.0, 1.0, 3.0]}}, SparseTokens),
+        "a line search": Case({"strategy": {**UNEVEN["strategy"], "timeout": 60.0}}, LineSearch, {"max_epochs": 1}),
+        "a batch without weight": Case(UNEVEN, Weightless),
+        "a batch without weight, on_nan='skip'": Case(
+            {"strategy": {**UNEVEN["strategy"], "on_nan": "skip"}}, Weightless
+        ),
         "two optimizers by hand": Case(  # each backward pass leaves the other network out
             {"strategy": {"find_unused_parameters": True}, "changes": {1: [4.0, 1.0, 2.0], 12: [1.0, 0.0, 1.0]}},
             GanLike,
         ),
+        "accumulated by hand": Case(UNEVEN, ByHand),
         # Lightning's own strategy lets the ranks drift apart here: DDP does not know of such layers.
         "unfrozen": Case(UNEVEN, Thawing),
         "unfrozen, accumulated": Case(UNEVEN, Thawing, {"accumulate_grad_batches": 3}),

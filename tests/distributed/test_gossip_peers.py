@@ -186,7 +186,7 @@ class Watch(pl.Callback):
 
     def on_train_end(self, trainer: pl.Trainer, *_: Any) -> None:
         averager = trainer.strategy.averager
-        self.held = self.weights[-1] + sum(push.weight for push in averager.client[0].transport.waiting())
+        self.held = averager.status(0)["weight"] + sum(push.weight for push in averager.client[0].transport.waiting())
 
 
 def _thawing(rates: list[float]) -> Any:

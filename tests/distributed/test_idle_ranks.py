@@ -230,6 +230,20 @@ def test_weights_are_those_of_one_process_while_a_rank_is_idle_and_when_it_is_ba
                 assert result["metrics"][value] == pytest.approx(float(alone.trainer.callback_metrics[value]))
 
 
+class ByLoss(Plain):
+    """Its optimizer goes by the loss, which an idle rank has not."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=3)
+
+
+def test_an_optimizer_that_goes_by_the_loss_while_a_rank_is_idle() -> None:
+    results = run(_fit, 3, ByLoss, samples=TOTAL, max_epochs=42)  # all samples in each step: else it amplifies rounding
+    truth = parameters(oracle(ByLoss, TOTAL, TOTAL, max_epochs=42))
+    assert len(idle_steps(results[2], 42)) > 10
+    assert all(error(result["parameters"], truth) <= 1e-10 for result in results)
+
+
 @pytest.mark.parametrize("make", [Epochs, Changing])
 def test_means_over_an_epoch_in_which_a_rank_has_had_no_sample(make: Any) -> None:
     results = run(_fit, 3, make, max_epochs=4)

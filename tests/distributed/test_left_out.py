@@ -1,12 +1,17 @@
 """`on_nan='skip'`: samples with a loss or gradient that is not finite are left out of the step."""
 
+import os
+import signal
+import time
 import warnings
 from itertools import pairwise
 from typing import Any
 
+import lightning.pytorch as pl
+import pytest
 import torch
 from oracles import oracle, split
-from ranks import run
+from ranks import attempt, run
 from tasks import GanLike, Net, TokenNet, error, fit, parameters
 from test_not_finite import FIXED, SHARES, BrokenGradient, BrokenLoss, Spy
 from torch import nn
@@ -80,11 +85,46 @@ class Normed(BrokenLoss):
     def __init__(self) -> None:
         super().__init__()
         self.norm = nn.BatchNorm1d(8).double()
+        self.finite: list[bool] = []
 
     def loss(self, batch: Any) -> torch.Tensor:
         x, y, *_ = batch
         x = x * float("nan") if self.breaks(self.trainer.fit_loop.epoch_loop.batch_idx) else x
         return nn.functional.mse_loss(self.net(self.norm(x)), y)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.finite.append(bool(self.norm.running_mean.isfinite().all()))
+
+
+class KilledBehind(pl.Callback):
+    """Rank 2 is killed while the others wait for its gradients."""
+
+    def on_before_backward(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.fit_loop.epoch_loop.batch_idx == Normed.at and trainer.global_rank == 2:
+            time.sleep(1)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+#: When a batch that is left out could leave its statistics: where others follow before the step, or it is repeated.
+LEFT: dict[str, dict[str, Any]] = {
+    "accumulated": {"accumulate_grad_batches": 3},
+    "repeated": {"callbacks": [KilledBehind()], "max_epochs": 1},
+}
+
+
+def _statistics(when: str) -> list[bool]:
+    module, options = Normed(), {"on_peer_loss": "continue", "timeout": 60.0} if when == "repeated" else {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        fit(lambda: module, 12, strategy={**FIXED, "on_nan": "skip", **options}, **LEFT[when])
+    return module.finite
+
+
+@pytest.mark.parametrize("when", LEFT)
+def test_no_batch_ends_with_the_statistics_of_one_that_is_left_out(when: str) -> None:
+    for outcome in attempt(_statistics, 3, when)[: 2 if when == "repeated" else 3]:
+        assert outcome.value, outcome.trace
+        assert all(outcome.value)
 
 
 class AllBroken(BrokenLoss):

@@ -78,6 +78,30 @@ def test_a_replica_that_has_ended_stays_where_it_is_between_meetings() -> None:
     assert error(other["after"][LENGTHS[0]], other["after"][LENGTHS[0] - 1]) > 0.0
 
 
+class ByHand(Net):
+    """Takes in two batches at a time, by hand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        self.manual_backward(self.loss(batch) / 2)
+        if batch_idx % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def test_padding_does_not_hide_a_batch_before_it_from_an_optimizer() -> None:
+    ended, _ = run(_stream, 2, NodeAverageStrategy, {"every_n_steps": None}, Shard(), module=ByHand, max_epochs=1)
+    own = indices(0)
+    batches = [own[i : i + BATCH] for i in range(0, len(own), BATCH)]
+    truth = one_process(BATCH * sum(LENGTHS), batches, epochs=1, accumulate_grad_batches=2)
+    assert error(ended["after"][3], truth) <= 1e-10
+    assert error(ended["after"][5], ended["after"][3]) == 0.0
+
+
 # -- against one process -----------------------------------------------------------------------------------------
 
 

@@ -7,6 +7,8 @@ import threading
 import time
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +16,19 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from ranks import attempt, run
+from saved import consensus
 from tasks import FAST, Dropping, Net, dataset, parameters
 from torch.utils.data import DataLoader
 
-from lightning_hetero import DiLoCoStrategy, HeteroDDPStrategy
+from lightning_hetero import (
+    DiLoCoAsyncStrategy,
+    DiLoCoStrategy,
+    EASGDAsyncStrategy,
+    GossipPushSumStrategy,
+    HeteroDDPStrategy,
+)
 from lightning_hetero.callbacks.resumable import ResumableCheckpoint
 from lightning_hetero.errors import UnsupportedError
 
@@ -193,6 +203,60 @@ def test_where_an_epoch_is_one_step_it_is_saved_at_its_end(tmp_path: Path) -> No
         assert names == ["step=1.ckpt", "step=2.ckpt", "step=3-complete.ckpt", "step=3.ckpt"]
 
 
+class Plateaued(Dropping):
+    """Lowers its learning rate at each look."""
+
+    def __init__(self, monitor: str, interval: str, frequency: int = 1) -> None:
+        super().__init__()
+        self.looks = {"monitor": monitor, "interval": interval, "frequency": frequency}
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        # Lightning draws a number more where a look after a step has followed a validation.
+        return Net.loss(self, batch) if self.looks["frequency"] > 1 else super().loss(batch)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val", self.loss(batch), sync_dist=True)
+
+    def configure_optimizers(self) -> Any:
+        optimizer: Any = super().configure_optimizers()
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=0.9)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": plateau, **self.looks}}
+
+
+class Terminated(pl.Callback):
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step == 2 and trainer.global_rank == 0:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _at_a_look(folder: str, validations: Any, steps: list[int], looks: tuple[Any, ...]) -> Any:
+    options: dict[str, Any] = {"every": 4, "module": partial(Plateaued, *looks), "keeps": {"keep": 50}}
+    options["val_dataloaders"] = DataLoader(dataset(16), batch_size=4)
+    options["trainer"] = {"val_check_interval": validations, "num_sanity_val_steps": 0}
+    options["keeps"]["background"] = False
+
+    def run_from(name: str, *callbacks: pl.Callback, **more: Any) -> Any:
+        return train(f"{folder}/{name}", DDP, *callbacks, **{**options, **more}, max_epochs=4)
+
+    whole = run_from("whole")
+    again = [run_from(f"{step}", ckpt_path=f"{folder}/whole/step={step}.ckpt") for step in steps]
+    with suppress(SIGTERMException):
+        run_from("stopped", Terminated(), every=99)
+    return whole["weights"], [each["weights"] for each in (*again, run_from("stopped"))]
+
+
+@pytest.mark.parametrize(
+    ("validations", "steps", "looks"),
+    [(4, [4, 12], ("val", "step", 4)), (1.0, [4], ("train_step", "step")), (4, [4, 12], ("val", "epoch"))],
+)
+def test_a_validation_and_a_look_of_a_scheduler_come_once(
+    tmp_path: Path, validations: Any, steps: list[int], looks: tuple[Any, ...]
+) -> None:
+    """Also where they follow the step that was saved."""
+    for whole, again in run(_at_a_look, 2, str(tmp_path), validations, steps, looks, nodes=[1, 1]):
+        assert all(torch.equal(weights, whole) for weights in again)
+
+
 def _named(folder: str) -> Any:
     first = train(folder, DDP, max_epochs=1)
     return (
@@ -206,6 +270,40 @@ def test_a_path_of_the_users_counts(tmp_path: Path) -> None:
     for first, second, third in run(_named, 2, str(tmp_path), nodes=[1, 1]):
         assert [len(part["seen"]) for part in (first, second, third)] == [8, 8, 8]
         assert third["files"] == ["step=20.ckpt", "step=24-complete.ckpt"]
+
+
+class SaveAtStart(pl.Callback):
+    """Saves a checkpoint before the first step."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def on_train_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        trainer.save_checkpoint(self.path)
+
+
+def _complete(folder: str, kind: Any) -> Any:
+    first = train(folder, kind, every=99, max_epochs=1)
+    again = train(folder, kind, SaveAtStart(f"{folder}/start.ckpt"), every=99, max_epochs=2)
+    return first["weights"], again["step"]
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        (DiLoCoAsyncStrategy, {"tau": 3}),
+        (DiLoCoAsyncStrategy, {"tau": 3, "wire": "int4", "momentum_rule": "look_ahead"}),
+        (DiLoCoAsyncStrategy, {"tau": 3, "quorum": 2}),
+        (GossipPushSumStrategy, {"wire": "bf16"}),
+        (EASGDAsyncStrategy, {"tau": 3, "exclude": ["*bias"]}),
+    ],
+    ids=lambda kind: " ".join(map(str, (kind[0].__name__, *kind[1].values()))),
+)
+def test_a_complete_run_saves_the_weights_that_it_leaves_and_goes_on_from_them(tmp_path: Path, kind: Any) -> None:
+    for weights, steps in run(_complete, 2, str(tmp_path), kind, nodes=[1, 1]):
+        assert torch.equal(consensus(tmp_path / "step=8-complete.ckpt"), weights)
+        assert (consensus(tmp_path / "start.ckpt") - weights).abs().max() < 1e-12
+        assert steps == 16
 
 
 class Stops(pl.Callback):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from ranks import run
 from tasks import Net, dataset, parameters, rank, train
-from torch.utils.data import DistributedSampler, IterableDataset, get_worker_info
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, get_worker_info
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_hetero import (
@@ -136,3 +136,40 @@ def test_states_of_another_number_of_ranks_are_not_used_and_it_is_said(tmp_path:
     [messages] = run(_elsewhere, 1, str(tmp_path), 1)
     assert len(messages) == 1
     assert "this job has 1 ranks. All of them begin their epoch again" in messages[0]
+
+
+class Plain(IterableDataset):
+    """This rank's samples, without a position."""
+
+    def __iter__(self) -> Iterator[Any]:
+        data = dataset(8 * BATCH)
+        return (data[i] for i in range(rank(), len(data), 2))
+
+
+class SaveFirst(pl.Callback):
+    """Saves after the first batch."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def on_train_batch_end(self, trainer: pl.Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 0:
+            trainer.save_checkpoint(self.path)
+
+
+def _loses(folder: str, accumulated: int) -> list[str]:
+    limits, loader = {"max_epochs": 1, "accumulate_grad_batches": accumulated}, DataLoader(Plain(), batch_size=BATCH)
+    train(Net(), HeteroDDPStrategy(balance="off"), loader, callbacks=[SaveFirst(f"{folder}/a")], **limits)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        train(Net(), HeteroDDPStrategy(balance="off"), loader, path=f"{folder}/a", **limits)
+    return [str(w.message) for w in caught if "The checkpoint was saved" in str(w.message)]
+
+
+@pytest.mark.parametrize("accumulated", [1, 2])
+def test_it_is_said_what_a_checkpoint_does_not_hold(tmp_path: Any, accumulated: int) -> None:
+    first, second = run(_loses, 2, str(tmp_path), accumulated)
+    assert second == []
+    assert len(first) == accumulated
+    assert "after 1 batches of an epoch, and the training data cannot go on there" in first[-1]
+    assert accumulated == 1 or "those of 1 batch(es) are not in it" in first[0]

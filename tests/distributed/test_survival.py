@@ -11,7 +11,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from ranks import attempt
-from tasks import FAST, Killed
+from tasks import FAST, GanLike, Killed, dataset, error, one_process, parameters
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -289,6 +289,32 @@ def test_a_loss_between_two_optimizers_lets_neither_step_twice() -> None:
             nn.functional.mse_loss(module.net(data.x[chosen].double()), data.y[chosen].double()).backward()
             optimizer.step()
     assert (first.value[0] - torch.cat([p.detach().reshape(-1) for p in module.parameters()])).abs().max() < 1e-10
+
+
+class Toggled(GanLike):
+    """Keeps the samples of each batch, also where a step is repeated."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        super().training_step(batch, batch_idx)
+        self.seen = [*self.seen[:batch_idx], batch[3].tolist()]
+
+
+def _fit_toggled() -> tuple[torch.Tensor, list[list[int]]]:
+    module, options = Toggled(), {"on_peer_loss": "continue", "timeout": 60, "find_unused_parameters": True}
+    callbacks, limits = [KilledBehind()], {"limit_train_batches": 6, "max_epochs": 1}
+    trainer = pl.Trainer(strategy=HeteroDDPStrategy(**options, balance="off"), callbacks=callbacks, **FAST, **limits)
+    trainer.fit(module, DataLoader(dataset(96), batch_size=BATCH))
+    return parameters(module), module.seen
+
+
+def test_a_rank_is_lost_while_an_optimizer_is_toggled() -> None:
+    first, second, _ = attempt(_fit_toggled, 3)
+    assert None not in (first.value, second.value), first.trace + second.trace
+    order = list(torch.utils.data.DistributedSampler(range(96), num_replicas=1, rank=0, shuffle=True))
+    batches = [order[:12]]  # two steps
+    batches += [a + b for a, b in zip(first.value[1][1:], second.value[1][1:], strict=True)]
+    truth = one_process(96, batches, epochs=1, make=GanLike)
+    assert all(error(outcome.value[0], truth) <= 1e-10 for outcome in (first, second))
 
 
 class Held(pl.Callback):

@@ -95,6 +95,15 @@ def test_wrong_options_are_refused(arguments, options, error, words) -> None:
         EveryStrategy(*arguments, **options)
 
 
+@pytest.mark.parametrize("name", ["timeout", "replica", "bucket_cap_mb", "finish", "commits", "_packed", "run"])
+@pytest.mark.parametrize("is_option", [True, False])
+def test_a_field_with_the_name_of_an_option_is_refused(name: str, is_option: bool) -> None:
+    body = {"__annotations__": {name: int}, name: field(default=3, init=is_option), "__module__": __name__}
+    kind = dataclass(type("Named", (EveryAverager,), body))
+    with pytest.raises(ConfigurationError, match=rf"Named: {name} is a name that .*, such as `my_{name.lstrip('_')}`"):
+        strategy_for(kind, name="hetero_named")
+
+
 def test_copies() -> None:
     strategy = EveryStrategy(every=9, balance="off")
     for other in (copy.deepcopy(strategy), pickle.loads(pickle.dumps(strategy))):
