@@ -115,9 +115,8 @@ class StopRequest:
             return False
         if lightning_compat.stops_early(trainer):  # as if this were the last batch: see `finish`
             return False
-        if lightning_compat.plateaus_step(trainer):
-            return not loses_the_end(trainer)
-        return lightning_compat.validates_now(trainer) or not loses_the_end(trainer)
+        looks = any(config.reduce_on_plateau for config in trainer.lr_scheduler_configs)  # a checkpoint has no metrics
+        return (lightning_compat.validates_now(trainer) and not looks) or not loses_the_end(trainer)
 
     def _update_lr_schedulers(self, interval: str, update_plateau_schedulers: bool) -> None:
         loop = self._trainer.fit_loop.epoch_loop

@@ -224,8 +224,14 @@ class Plateaued(Dropping):
 
 
 class Terminated(pl.Callback):
+    """The job is asked to stop after a batch, and stops some batches later."""
+
+    def __init__(self, batch: int) -> None:
+        self.batch = batch
+
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        if trainer.global_step == 2 and trainer.global_rank == 0:
+        time.sleep(0.05)  # so that ranks agree on a batch that is near
+        if trainer.global_step == self.batch and trainer.global_rank == 0:
             os.kill(os.getpid(), signal.SIGTERM)
 
 
@@ -240,9 +246,11 @@ def _at_a_look(folder: str, validations: Any, steps: list[int], looks: tuple[Any
 
     whole = run_from("whole")
     again = [run_from(f"{step}", ckpt_path=f"{folder}/whole/step={step}.ckpt") for step in steps]
-    with suppress(SIGTERMException):
-        run_from("stopped", Terminated(), every=99)
-    return whole["weights"], [each["weights"] for each in (*again, run_from("stopped"))]
+    for batch in (1, 2, 3, 4):  # it stops before the end of an epoch, there, and after it
+        with suppress(SIGTERMException):
+            run_from(f"stopped {batch}", Terminated(batch), every=99)
+        again.append(run_from(f"stopped {batch}"))
+    return whole["weights"], [each["weights"] for each in again]
 
 
 @pytest.mark.parametrize(
