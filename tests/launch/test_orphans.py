@@ -1,6 +1,7 @@
 """Ranks that Lightning has started on this machine: none is left, and each kind of end has its message."""
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -53,6 +54,7 @@ def _run(folder: Path, how: str, port: int | None = None) -> tuple[int, str]:
             stdout=out,
             stderr=subprocess.STDOUT,
             env=env if port is None else {**env, "MASTER_PORT": str(port)},
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background jobs ignore it
         )
         status = job.wait(300)
     until, wrote = time.monotonic() + 90, folder / "rank-1"
