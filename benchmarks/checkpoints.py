@@ -1,8 +1,8 @@
 """Cost of checkpoints for a step: `ResumableCheckpoint` in the background, and not; at most 10% is the goal.
 
 Three kinds of fits in turn: without checkpoints, with checkpoints in the background, and with checkpoints that training
-waits for. Taken on rank 0: the time inside the callback at the end of a batch after which it saves, which holds the
-training up, and the mean time of all steps, which also sees what the writing takes from the training.
+waits for. Taken on rank 0: the time in which the callback saves at the end of a batch, which holds the training up, and
+the mean time of all steps, which also sees what the writing takes from the training.
 
     python benchmarks/checkpoints.py [--repeats 5] [--ranks 2] [--every 20] [--megabytes 50]
     python benchmarks/checkpoints.py --repeats 1 --megabytes 10      # a minute or two
@@ -49,11 +49,10 @@ def fit(strategy: str, kind: str, every: int, megabytes: int) -> tuple[float, li
     held: list[float] = []
 
     class Timed(ResumableCheckpoint):
-        def on_train_batch_end(self, trainer: pl.Trainer, *arguments: Any) -> None:
+        def _save_due(self, trainer: pl.Trainer, timed: bool) -> None:
             began = time.perf_counter()
-            super().on_train_batch_end(trainer, *arguments)
-            if trainer.global_step % every == 0:
-                held.append(time.perf_counter() - began)
+            super()._save_due(trainer, timed)
+            held.append(time.perf_counter() - began)
 
     steps = SKIP + SAVES * every + every // 2
     with tempfile.TemporaryDirectory() as own:
