@@ -216,7 +216,8 @@ class PeerRecovery(RecoveryPolicy):
         def inside() -> T:
             # Here: a loss changes their weights, and the repeated step may break again.
             gradients = gradients_of(module) if adds and self._membership is not None else None
-            trainable = [(parameter, parameter.requires_grad) for parameter in module.parameters()]
+            by_hand = [] if module.automatic_optimization else module.parameters()
+            trainable = [(parameter, parameter.requires_grad) for parameter in by_hand]
             try:
                 with self._collectives.plain(), self._step():
                     return operation()
