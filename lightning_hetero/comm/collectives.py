@@ -1,6 +1,8 @@
 """Collectives that Lightning and users call on a strategy: weighted by samples, and timed as waiting."""
 
-from collections.abc import Callable, Iterator, Mapping
+import functools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 
@@ -18,6 +20,9 @@ from lightning_hetero.comm.topology import widest_float
 from lightning_hetero.errors import UnsupportedError
 
 _REDUCTIONS = ("mean", "avg", "sum", "min", "max", "product")
+_LOGGED = ("mean", "sum", "min", "max")  # reductions of values that are logged
+#: Values in a message between devices, on which its size does not depend: a library of theirs checks no sizes.
+_SLOTS = 64
 
 
 class TrialBatch(NamedTuple):
@@ -41,20 +46,52 @@ class TrialBatch(NamedTuple):
         return own[torch.arange(total, device=tensor.device) % tensor.shape[0]][None]
 
 
-class SumToCheck(NamedTuple):
-    """Sum on a device, which the host checks later.
+class Logged(NamedTuple):
+    """Value that is being logged.
 
     Attributes:
-        values: in pinned memory: the weights, how many ranks know none, and the sum of the collective's numbers.
-        ready: an event that passes once they are there.
-        number: of the collective, on this rank.
-        name: of the value, if the user has given its weight.
+        name: under which it is logged.
+        place: names the function that logs, the same on all ranks.
+        given: whether the user has said how many samples it stands for.
     """
 
-    values: Tensor
+    name: str
+    place: str
+    given: bool
+
+
+class LoggedValue(NamedTuple):
+    """Scalar of this rank that is logged, and is to be reduced over all ranks.
+
+    Attributes:
+        logged: under which name, and where.
+        reduction: one of ``"mean"``, ``"sum"``, ``"min"`` and ``"max"``.
+        own: this rank's value.
+        samples: for which it stands; ``None``: unknown.
+        result: becomes that of all ranks; NaN until then.
+    """
+
+    logged: Logged
+    reduction: str
+    own: Tensor
+    samples: float | None
+    result: Tensor
+
+
+class RowsToCheck(NamedTuple):
+    """Values of all ranks on a device, which the host checks later.
+
+    Attributes:
+        rows: a message per rank, in pinned memory.
+        ready: an event that passes once they are there.
+        values: of this rank, that are reduced.
+        what: all that is logged, in words, of which each message ends with a number.
+    """
+
+    rows: Tensor
     ready: Any
-    number: int
-    name: str | None
+    values: Sequence[LoggedValue]
+    what: str
 
 
 class Collectives:
@@ -79,32 +116,46 @@ class Collectives:
     ) -> None:
         self.alone, self._waiting, self._loss_counts = alone, waiting, loss_counts
         self._on_devices = on_devices
-        self._unchecked: list[SumToCheck] = []
+        self._unchecked: list[RowsToCheck] = []
         self._samples: Callable[[], float | None] | None = None  # of this rank in the running step; outside of one None
+        self._read = False  # whether values were read too early
         self._warned = False  # that a mean could not be weighted
         self._trial: TrialBatch | None = None  # under way, if one is
-        self._name: str | None = None  # of the value that is being logged with a weight of its own
-        self._logged = ""  # the value that is being logged, in words
+        self._logged: Logged | None = None  # what is being logged
+        self._deferred: list[LoggedValue] | None = None  # in a training step: what it has logged
         self._explained: set[str] = set()  # names of values of which nothing was left
         self._before: Callable[[], None] | None = None  # the next collective
 
     @contextmanager
-    def weighing(
-        self, samples: Callable[[], float | None], name: str | None = None, logged: str = ""
-    ) -> Iterator[None]:
+    def weighing(self, samples: Callable[[], float | None], logged: Logged | None = None) -> Iterator[None]:
         """Let means in this block weigh this rank by its samples.
 
         Args:
             samples: their number, ``None`` if it is unknown; asked only if something is reduced.
-            name: of the value to which the user has given this number.
-            logged: the value that is logged in this block, in words, the same on all ranks.
+            logged: the value that is logged in this block, if one is.
         """
-        before = self._samples, self._name, self._logged
-        self._samples, self._name, self._logged = samples, name, logged
+        before = self._samples, self._logged
+        self._samples, self._logged = samples, logged
         try:
             yield
         finally:
-            self._samples, self._name, self._logged = before
+            self._samples, self._logged = before
+
+    @contextmanager
+    def deferring(self) -> Iterator[None]:
+        """Reduce what is logged in this block at its end, as one message (collective, if something is logged).
+
+        Until then the values are NaN: this rank's own ones would be taken for those of all ranks.
+        """
+        self._deferred = []
+        try:
+            yield
+            values, self._deferred = self._deferred, None
+            self.settle()  # what the step before has left, while the device is busy with this one
+            if values:
+                self._reduce_logged(values, "training_step")
+        finally:  # after an error they are dropped
+            self._deferred = None
 
     @contextmanager
     def preceding(self, call: Callable[[], None]) -> Iterator[None]:
@@ -122,6 +173,16 @@ class Collectives:
             rank_zero_warn(
                 f"What self.log({name!r}, ...) gave is NaN: its batch_size was 0 throughout, so that no value counts. "
                 "Give the samples that a value stands for; 0 only where another rank or batch has some."
+            )
+
+    def explain_unreduced(self) -> None:
+        """Say once why values that the running training step has logged are NaN, if it has."""
+        if self._deferred and not self._read:
+            self._read = True
+            rank_zero_warn(
+                "Logged values are read while training_step runs. Those that it has logged itself with sync_dist=True, "
+                f"as {self._deferred[-1].logged.name!r}, are NaN until it returns: they are reduced then, as one "
+                "message. Read them in a hook such as on_train_batch_end."
             )
 
     @contextmanager
@@ -175,7 +236,7 @@ class Collectives:
         Within a step, a mean weighs each rank by its samples, as ``self.log(..., sync_dist=True)`` means it: by the
         ``batch_size`` given to ``self.log``, else by what the batch holds. If that is unknown on some rank, every
         rank counts the same, with a warning. At the end of an epoch Lightning has weighted the values itself. The mean
-        of integers is not truncated.
+        of integers is not truncated. What ``training_step`` logs is NaN until it returns; see :meth:`deferring`.
 
         Args:
             tensor: of any shape and dtype; anything else is returned as it is.
@@ -187,22 +248,23 @@ class Collectives:
 
         Raises:
             UnsupportedError: an unknown ``reduce_op``.
-            DisagreementError: of a mean, on every rank, if one of them logs another value.
+            DisagreementError: on every rank, if one of them logs another value, or takes the mean of one.
         """
         if not isinstance(tensor, Tensor) or self.alone():
             return tensor
-        if self._before is not None and group in (None, dist.group.WORLD):
+        everyone = group in (None, dist.group.WORLD)
+        if self._before is not None and everyone:
             self._before()
         name = reduce_op.lower() if isinstance(reduce_op, str) else reduce_op
         if isinstance(name, str) and name not in _REDUCTIONS:
             raise UnsupportedError(f"reduce_op={reduce_op!r} must be one of {', '.join(map(repr, _REDUCTIONS))}.")
         mean = name in ("mean", "avg", ReduceOp.AVG)
         wide = torch.promote_types(tensor.dtype, torch.float32) if tensor.is_floating_point() else torch.float64
-        what = f"reduce {self._logged or 'a tensor'}"
-        logged = mean and self._logged and tensor.is_floating_point() and group in (None, dist.group.WORLD)
-        if logged and (devices := self._on_devices(tensor.device)) is not None:
-            found = self._mean_on_devices(tensor.detach().to(wide).reshape(-1), what, devices)
-            return found.to(tensor.dtype).reshape(tensor.shape)
+        scalar = tensor.is_floating_point() and tensor.numel() == 1
+        if self._logged is not None and everyone and scalar and name in _LOGGED:
+            return self._log(tensor, name, self._logged)
+        logged = "a tensor" if self._logged is None else f"what {self._logged.place} logs as {self._logged.name!r}"
+        what = f"reduce {logged}"
         value = tensor.detach().to("cpu", wide if mean else tensor.dtype, copy=True).reshape(-1)
         if mean:
             value = self._with_weight(value)
@@ -237,14 +299,14 @@ class Collectives:
         """The mean that summed rows of :meth:`_with_weight` make; the same on every rank."""
         weighted, plain = sums[:-3].chunk(2)
         weight, ranks, unknown = sums[-3:].tolist()
-        self._explain(self._name, weight, unknown)
+        self._explain(self._logged, weight, unknown)
         return plain / ranks if unknown else weighted / weight
 
-    def _explain(self, name: str | None, weight: float, unknown: float) -> None:
+    def _explain(self, logged: Logged | None, weight: float, unknown: float) -> None:
         """Warn of a mean of nothing, and of one that could not be weighted."""
         if not unknown:
-            if not weight and name is not None:
-                self.explain_nan(name)
+            if not weight and logged is not None and logged.given:
+                self.explain_nan(logged.name)
         elif not self._warned:
             self._warned = True
             rank_zero_warn(
@@ -253,33 +315,84 @@ class Collectives:
                 "samples (`reduce_op='sum'`) and divide them."
             )
 
-    def _mean_on_devices(self, value: Tensor, what: str, devices: dist.ProcessGroup) -> Tensor:
-        """The mean over all ranks' devices, for which the host does not wait; :meth:`settle` checks it."""
-        number = collective_number(what, None)
-        sums = torch.cat([self._with_weight(value), value.new_full((1,), number)])
+    def _log(self, tensor: Tensor, reduction: str, logged: Logged) -> Tensor:
+        """The value over all ranks of one that is logged; in a training step it comes at the end."""
+        samples = self._samples() if self._samples is not None else 1.0
+        with torch.inference_mode(False):  # it is changed outside of such a block
+            result = torch.full_like(tensor, torch.nan, requires_grad=False)
+        value = LoggedValue(logged, reduction, tensor.detach(), samples, result)
+        if self._deferred is not None:
+            self._deferred.append(value)
+        else:
+            self._reduce_logged([value], logged.place)
+        return result
+
+    def _reduce_logged(self, values: Sequence[LoggedValue], place: str) -> None:
+        """Reduce values as one message; those on devices that a library connects as another one."""
+        values = sorted(values, key=lambda value: value.logged.name)
+        kinds = ["" if value.reduction == "mean" else f" ({value.reduction})" for value in values]
+        names = [f"{value.logged.name!r}{kind}" for value, kind in zip(values, kinds, strict=True)]
+        what = f"what {place} logs as {', '.join(names)}"
+        groups = [self._on_devices(value.own.device) for value in values]
+        on_host = [value for value, group in zip(values, groups, strict=True) if group is None]
+        on_devices = [value for value, group in zip(values, groups, strict=True) if group is not None]
+        for first in range(0, len(on_devices), _SLOTS):
+            library = next(group for group in groups if group is not None)
+            self._reduce_on_devices(on_devices[first : first + _SLOTS], what, library)
+        if on_host:
+            self._reduce_on_hosts(on_host, what)
+
+    def _reduce_on_hosts(self, values: Sequence[LoggedValue], what: str) -> None:
+        """Reduce values on the host, which waits for one copy from each device."""
+        places = dict[torch.device, list[int]]()
+        for place, value in enumerate(values):
+            places.setdefault(value.own.device, []).append(place)
+        own = torch.zeros(len(values), dtype=torch.float64)
+        for here in places.values():
+            own[here] = _plain([values[place] for place in here]).to("cpu", torch.float64)
+        rows = self.gather((own.tolist(), _weights(values)), what)
+        plain, weights = torch.tensor(rows, dtype=torch.float64).unbind(1)
+        sums = _sums(plain, weights)
+        self._explain_means(values, sums)
+        found = _reduced(values, plain, sums)
+        for device, here in places.items():
+            _fill([values[place] for place in here], _uploaded(found[here], device))
+
+    def _reduce_on_devices(self, values: Sequence[LoggedValue], what: str, library: dist.ProcessGroup) -> None:
+        """Reduce values on all ranks' devices, for which the host does not wait; :meth:`settle` checks them."""
+        count, device = len(values), values[0].own.device
+        weights = [*_weights(values), *[0.0] * (_SLOTS - count), float(collective_number(what, None))]
+        padding = torch.zeros(_SLOTS - count, dtype=widest_float(device), device=device)
+        message = torch.cat([_plain(values), padding, _uploaded(torch.tensor(weights, dtype=torch.float64), device)])
+        rows = message.new_empty(dist.get_world_size(), len(message))
         with self._waiting():
-            dist.all_reduce(sums, group=devices)
-        weighted, plain = sums[:-4].chunk(2)
-        weight, ranks, unknown, _ = sums[-4:].unbind()
-        stage = stage_of(value.device)
-        values = pinned(4, value.dtype) if stage.has_streams else torch.empty(4, dtype=value.dtype)
-        values.copy_(sums[-4:], non_blocking=stage.has_streams)
-        self._unchecked.append(SumToCheck(values, stage.ready(), number, self._name))
-        return torch.where(unknown > 0, plain / ranks, weighted / weight)
+            dist.all_gather(list(rows), message, group=library)
+        plain = rows[:, :count]
+        _fill(values, _reduced(values, plain, _sums(plain, rows[:, _SLOTS : _SLOTS + count])))
+        stage = stage_of(device)
+        there = pinned(rows.numel(), rows.dtype) if stage.has_streams else torch.empty(rows.numel(), dtype=rows.dtype)
+        there = there.view(rows.shape).copy_(rows, non_blocking=stage.has_streams)
+        self._unchecked.append(RowsToCheck(there, stage.ready(), values, what))
 
     def settle(self) -> None:
-        """Check the means that were taken on devices; after the step that took them, in which nobody waits for that.
+        """Check what was reduced on devices; after the step that has done so, in which nobody waits for that.
 
         Raises:
             DisagreementError: on every rank, if one of them has logged another value.
         """
         unchecked, self._unchecked = self._unchecked, []
-        for values, ready, number, name in unchecked:
+        for rows, ready, values, what in unchecked:
             if ready is not None:
                 ready.synchronize()
-            weight, _, unknown, summed = values.tolist()
-            check_sum(summed, number, None)
-            self._explain(name, weight, unknown)
+            if len(set(rows[:, -1].tolist())) > 1:
+                self.gather(None, what)  # raises the error, which says what each rank logs
+            count = len(values)
+            self._explain_means(values, _sums(rows[:, :count], rows[:, _SLOTS : _SLOTS + count]))
+
+    def _explain_means(self, values: Sequence[LoggedValue], sums: Tensor) -> None:
+        for value, weight, unknown in zip(values, sums[2].tolist(), sums[4].tolist(), strict=True):
+            if value.reduction == "mean":
+                self._explain(value.logged, weight, unknown)
 
     def all_gather(self, tensor: Tensor, group: Any | None, sync_grads: bool) -> Tensor:
         """Gather the tensors of all ranks.
@@ -311,3 +424,52 @@ class Collectives:
 
         gathered = collective("gather a tensor", gathering)
         return gathered.to(tensor.device)
+
+
+def _plain(values: Sequence[LoggedValue]) -> Tensor:
+    """This rank's values, of one device; 0 in place of one that has no part in a mean: it may not be finite."""
+    own = [value.own.reshape(1) for value in values]
+    none = [value.reduction == "mean" and value.samples == 0 for value in values]
+    kept = [torch.zeros_like(tensor) if nothing else tensor for tensor, nothing in zip(own, none, strict=True)]
+    return torch.cat(kept).to(widest_float(kept[0].device))
+
+
+def _weights(values: Sequence[LoggedValue]) -> list[float]:
+    """What each value counts in a mean; NaN if that is unknown."""
+    return [math.nan if value.samples is None else float(value.samples) for value in values]
+
+
+def _sums(plain: Tensor, weights: Tensor) -> Tensor:
+    """Sums over ranks of rows of values and weights: weighted, plain, of weights, ranks that count, weights unknown.
+
+    Ranks are added one after the other: devices and CPUs of all kinds then come to the same sums.
+    """
+    unknown = weights.isnan()
+    weights = weights.masked_fill(unknown, 1.0)
+    rows = torch.stack([plain * weights, plain, weights, (weights != 0).to(plain), unknown.to(plain)], 1)
+    return functools.reduce(torch.add, rows)
+
+
+def _reduced(values: Sequence[LoggedValue], plain: Tensor, sums: Tensor) -> Tensor:
+    """The values over all ranks, of one row for each rank."""
+    weighted, total, weight, ranks, unknown = sums
+    found = {
+        "mean": torch.where(unknown > 0, total / ranks, weighted / weight),
+        "sum": total,
+        "min": plain.amin(0),
+        "max": plain.amax(0),
+    }
+    return torch.stack([found[value.reduction][place] for place, value in enumerate(values)])
+
+
+def _uploaded(values: Tensor, device: torch.device) -> Tensor:
+    """Values of the host on a device, for which the host does not wait."""
+    values, stage = values.to(widest_float(device)), stage_of(device)
+    if not stage.has_streams:
+        return values.to(device)
+    return pinned(len(values), values.dtype).copy_(values).to(device, non_blocking=True)
+
+
+def _fill(values: Sequence[LoggedValue], found: Tensor) -> None:
+    for value, result in zip(values, found, strict=True):
+        value.result.copy_(result.reshape(value.result.shape))

@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from torchmetrics import Metric
 from torchmetrics.utilities.distributed import gather_all_tensors
 
-from lightning_hetero.comm.collectives import Collectives
+from lightning_hetero.comm.collectives import Collectives, Logged
 from lightning_hetero.comm.object_collectives import on_device_of
 from lightning_hetero.comm.retry import collective
 from lightning_hetero.comm.topology import widest_float
@@ -194,19 +194,24 @@ def weigh_logged(
         elif found is not None and (not results.training or (passes and passes.several)):
             # Lightning may look into the batch of the step before, or of one pass.
             batch_size = int(found)
-        with collectives.weighing(lambda: found, None if given is None else name, f"what {fx} logs as {name!r}"), kept:
+        with collectives.weighing(lambda: found, Logged(name, fx, given is not None)), kept:
             plain(value, *args, batch_size=batch_size, **kwargs)
         _prepare(results, logged_metric(results, fx, name, indexed), found)
         if given == 0:
             _explain(results, name, collectives.explain_nan)
 
+    def metrics(*args: Any) -> Any:
+        collectives.explain_unreduced()
+        return type(results).metrics(results, *args)
+
     results.log = log if passes is None else partial(passes.take, log)
+    results.metrics = metrics
 
 
 def restore_logged(results: Any | None) -> None:
-    """End what :func:`count` has begun; idempotent."""
-    if results is not None:
-        vars(results).pop("log", None)
+    """End what :func:`weigh_logged` has begun; idempotent."""
+    for name in ("log", "metrics") if results is not None else ():
+        vars(results).pop(name, None)
 
 
 def nothing(reduction: str) -> float:

@@ -127,7 +127,6 @@ class TrainingStep:
 
     def begin(self, trainer: "pl.Trainer") -> None:
         """A batch is on its way to the device."""
-        self._collectives.settle()
         lightning_compat.watch_fetching(trainer, self._timer.fetching, self._timer.fetched)
         if trainer.training:
             self.batch_ended(trainer)  # if nothing else has ended the last one
@@ -138,6 +137,8 @@ class TrainingStep:
             self._of_epoch += self._counted
             self.passes = 0
             self._log_to(lightning_compat.results_of(trainer))
+        else:
+            self._collectives.settle()  # in training the step does so
 
     def _log_to(self, results: Any | None) -> None:
         self._logged = results
@@ -181,7 +182,8 @@ class TrainingStep:
         local = trainer.strategy.block_backward_sync() if self.goes_on else None  # type: ignore[attr-defined]
         self._observer.met = self._ranks_meet
         with ExitStack() as stack:
-            for context in filter(None, (instead, local, self._collectives.preceding(self._ranks_meet))):
+            meet, logged = self._collectives.preceding(self._ranks_meet), self._collectives.deferring()
+            for context in filter(None, (instead, local, logged, meet)):
                 stack.enter_context(context)
             with self._collectives.weighing(lambda: self._counted), self._observer.forward():
                 output = self._run(self._batches[self._pass])
