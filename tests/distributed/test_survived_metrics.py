@@ -10,7 +10,7 @@ import pytest
 import torch
 import torchmetrics
 from ranks import attempt
-from tasks import FAST, EvaluatedNet, dataset
+from tasks import FAST, EvaluatedNet, Net, dataset
 from torch.utils.data import DataLoader
 
 from lightning_hetero import GossipStrategy, HeteroDDPStrategy
@@ -87,3 +87,47 @@ def test_the_value_is_that_of_the_ranks_that_remain(kind: Any, dies: str) -> Non
             assert values == pytest.approx([losses.mean().item()] * 2, rel=1e-5)
     assert len(losses) == VALIDATED
     assert first[2:] == last[2:] == ([1], [])
+
+
+class LogsSeveral(Net):
+    """Logs two values in each step; rank 2 is killed in one, before what it has logged has left it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own: dict[int, tuple[int, float, float]] = {}
+        self.read: dict[int, tuple[float, float]] = {}
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = self.loss(batch)
+        self.log("loss", loss, sync_dist=True)
+        self.log("most", loss, sync_dist=True, reduce_fx="max")
+        self.own[batch_idx] = len(batch[0]), loss.item(), self.trainer.world_size
+        if self.global_rank == 2 and batch_idx == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return loss
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        metrics = self.trainer.callback_metrics
+        self.read[batch_idx] = metrics["loss"].item(), metrics["most"].item()
+
+
+def _fit_logging() -> Any:
+    module = LogsSeveral()
+    strategy = HeteroDDPStrategy(on_peer_loss="continue", balance=[1.0, 2.0, 1.0], timeout=60)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*Training goes on")
+        pl.Trainer(strategy=strategy, max_epochs=1, **FAST).fit(module, DataLoader(dataset(96), batch_size=4))
+    return module.own, module.read
+
+
+def test_values_of_a_step_in_which_a_rank_is_lost_are_those_of_the_ranks_that_remain() -> None:
+    outcomes = attempt(_fit_logging, 3, nodes=[1, 1, 1], timeout=60)
+    assert outcomes[2].exitcode == -signal.SIGKILL
+    assert None not in (outcomes[0].value, outcomes[1].value), outcomes[0].trace + outcomes[1].trace
+    (own, read), (others, also_read) = outcomes[0].value, outcomes[1].value
+    assert read == also_read
+    assert len(read) == 8
+    for step in range(3, 8):
+        (n, loss, world), (m, other, _) = own[step], others[step]
+        assert world == 2
+        assert read[step] == pytest.approx(((n * loss + m * other) / (n + m), max(loss, other)), rel=1e-12)
