@@ -435,7 +435,7 @@ def _plain(values: Sequence[LoggedValue]) -> Tensor:
 
 
 def _weights(values: Sequence[LoggedValue]) -> list[float]:
-    """What each value counts in a mean; NaN if that is unknown."""
+    """The weight of each value in a mean; NaN if that is unknown."""
     return [math.nan if value.samples is None else float(value.samples) for value in values]
 
 
