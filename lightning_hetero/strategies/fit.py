@@ -13,12 +13,9 @@ from lightning_hetero.batching.accounting import BatchAccounting
 from lightning_hetero.batching.nonfinite import NonFiniteGuard
 from lightning_hetero.batching.plan_thread import PlanAgreement
 from lightning_hetero.batching.repartition import Repartition, plan_for_survivors
-from lightning_hetero.batching.sample_costs import SampleCosts, StreamCosts, sample_costs_of, stream_costs_of
 from lightning_hetero.batching.sampler import Position
 from lightning_hetero.batching.stream_peers import StreamPeers
-from lightning_hetero.batching.streams import SharedStream
 from lightning_hetero.batching.timer import StepTimer
-from lightning_hetero.batching.weights import samples_in
 from lightning_hetero.comm import failures
 from lightning_hetero.comm.agreement import AsyncAllGather, gather, value_of_rank
 from lightning_hetero.comm.all_reduce import ReplicaLinks
@@ -154,19 +151,6 @@ class Fit:
             current().planner.origin = here.batch - here.step
             return here
 
-        def samples_of(batch: Any) -> float:
-            if callable(getattr(trainer().lightning_module, "batch_weight", None)):
-                return 1.0  # the user's own weights count
-            return samples_in(batch)
-
-        def costs_of(dataset: Any) -> SampleCosts | StreamCosts | None:
-            if dataset is None:
-                options.refuse_costs()
-                return None
-            if isinstance(dataset, SharedStream):
-                return stream_costs_of(dataset.dataset, options.sample_cost, options.cost)
-            return sample_costs_of(dataset, trainer().lightning_module, options.sample_cost, options.cost)
-
         streams = count()
 
         def stream_peers(length: int | None) -> StreamPeers:
@@ -178,21 +162,7 @@ class Fit:
             return StreamPeers(job, timer, length, next(streams))
 
         loaders = Loaders(
-            data.rank,
-            data.replica.ranks,
-            planner,
-            begin_pass,
-            collectives.broadcast,
-            stream_peers,
-            samples_of,
-            options.global_batch_size,
-            options.sizes,
-            options.balance_iterable,
-            options.max_batch_size is not None,
-            costs_of,
-            retry,
-            options.whole_batches,
-            options.cost == "samples",
+            data.rank, data.replica.ranks, planner, options, begin_pass, collectives.broadcast, stream_peers, retry
         )
         ranks, small = job.data_parallel_ranks(size), partial(job.small_group, size)
         gathering, several = AsyncAllGather(job.report_group(), size), view.count > 1
