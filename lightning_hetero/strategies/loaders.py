@@ -285,7 +285,8 @@ class Loaders:
             slot = RankSlot(self.rank, tuple(self.replica), cut, repartition.start)
             batches.repartition(slot, kept, self._begin_pass)
             batches.before_draw = planner.ready
-            if isinstance(order := getattr(batches, "sampler", None), AgreedOrder):
+        for sampler in (*self.evaluated, *self.sources()):
+            if isinstance(order := getattr(sampler, "sampler", None), AgreedOrder):
                 order.agree_by(self._broadcast, lambda: self.rank == 0)
 
     # -- entry -------------------------------------------------------------------------------------
