@@ -259,7 +259,7 @@ class HeteroMonitor(Callback):
             averager, pairings = strategy.averager, strategy.pairings
         chosen = {"balance": options.balance, "global_batch_size": options.global_batch_size}
         chosen |= {"rebalance_every_n_steps": options.rebalance_every_n_steps, **strategy.algorithm_options()}
-        slow, ids = strategy.accounting.planner.too_slow, _sharing(strategy) if strategy.joined else ()
+        slow, ids = strategy.accounting.planner.too_slow, strategy.collaborators.sharing.ids
         changes = attendance.changes(strategy.recovery.losses, views)
         return FitRecord(
             views,
@@ -320,7 +320,7 @@ class HeteroMonitor(Callback):
         samples, compute, wait = zip(*((r.samples, r.compute, r.wait) for r in accounting.reports), strict=True)
         planned = accounting.planner.total > 0  # but not for streams: no plan sizes their batches
         shares = tuple(accounting.planner.shares(accounting.step - 1) if planned else map(round, samples))
-        record = Record(accounting.step, shares, samples, compute, wait, _sharing(strategy))
+        record = Record(accounting.step, shares, samples, compute, wait, strategy.collaborators.sharing.ids)
         self.history.append(record)
         thin(self.history)
         columns = {"share": shares, "samples_per_s": record.samples_per_s, "compute_s": compute, "wait_s": wait}
@@ -348,11 +348,6 @@ class HeteroMonitor(Callback):
         for logger in trainer.loggers if due else ():
             named = {f"hetero/{name}": float(value) for name, value in metrics.items()}
             logger.log_metrics(named, step=logged_step(trainer))
-
-
-def _sharing(strategy: HeteroStrategy) -> tuple[int, ...]:
-    """The numbers of the ranks that share out samples, which they had at first."""
-    return strategy.job.view.data_parallel(strategy.options.tensor_parallel).ids
 
 
 def _show(trainer: "pl.Trainer", texts: dict[str, str]) -> None:

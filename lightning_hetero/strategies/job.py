@@ -4,7 +4,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -25,7 +25,6 @@ from lightning_hetero.batching.repartition import PlanningState, Repartition, Sh
 from lightning_hetero.batching.timer import StepTimer
 from lightning_hetero.comm import failures
 from lightning_hetero.comm.agreement import raise_on_all, value_of_rank
-from lightning_hetero.comm.all_reduce import Between, ReplicaLinks
 from lightning_hetero.comm.collectives import Collectives
 from lightning_hetero.comm.failures import deadline
 from lightning_hetero.comm.job import Job, RendezvousAddress, ViewSuccession, join_world
@@ -121,19 +120,6 @@ class JobStrategy(DDPStrategy):
     def replicas(self, topology: Topology) -> tuple[tuple[int, ...], ...]:
         """The replicas of the job, each the ranks that average gradients at every step; here one, the world."""
         return (tuple(range(topology.world)),)
-
-    def make_engine(self, job: Job, accounting: BatchAccounting) -> Engine:
-        """The engine of a fit; it gets an averager where there are several replicas."""
-        sharing = job.view.data_parallel(self.options.tensor_parallel)
-        return Engine(job.view, self.make_links(job), accounting, self.options.rebalance_every_n_steps, sharing)
-
-    def make_links(self, job: Job, plan: Columns | None = None) -> ReplicaLinks:
-        """The network between replicas, or between their shards (collective)."""
-        skip: Literal["error", "skip"] = "skip" if self.options.on_nan == "skip" else "error"
-        columns, cut = () if plan is None else plan.ranks, None if plan is None or plan.alike else plan.cut
-        between: Between = "gloo" if columns or self.options.on_peer_loss == "continue" else self.options.between
-        on_devices = job.on_devices(between, self.root_device)
-        return ReplicaLinks(job.view.rank, job.view.ranks, job.groups, skip, on_devices, columns, cut)
 
     # -- the Trainer, the launcher -----------------------------------------------------------------
 
@@ -320,16 +306,16 @@ class JobStrategy(DDPStrategy):
         """
         former = self.collaborators if self.joined else None
         lasting = Lasting(
+            self.options,
+            self.root_device,
             self.timer,
             self.collectives,
             lambda: self.trainer,
-            self.make_engine,
-            self.make_links,
             lambda: self.accounting,
             lambda operation: self.recovery.retry(operation),
             lambda: self.recovery.changing,
         )
-        self.columns, parts = None, Fit.build(job, self.options, lasting, former, repartition)
+        self.columns, parts = None, Fit.build(job, lasting, former, repartition)
         self._job, self.collaborators = job, parts
         self.accounting, self.engine, self.step = parts.accounting, parts.engine, parts.step
 
@@ -349,8 +335,7 @@ class JobStrategy(DDPStrategy):
         self.collaborators.settle_plan()
         known = PlanningState.of(self.accounting.planner)
         value_of_rank(known, source).apply_to(self.accounting.planner)
-        sharing = before.view.data_parallel(self.options.tensor_parallel)
-        past.end(sharing.ids, self.accounting.planner, repartition.start)
+        past.end(self.collaborators.sharing.ids, self.accounting.planner, repartition.start)
         self.build(job, repartition)
         self.engine.take_over(engine, [before.view.index_of(member.id) for member in job.view.replicas])
         if self.accumulates_locally:  # each is weighted for a mean over the former ranks
