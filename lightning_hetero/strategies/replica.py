@@ -22,12 +22,7 @@ from lightning_hetero.algorithms.engine import Engine
 from lightning_hetero.argument_checks import one_of, plain
 from lightning_hetero.checkpoint import shards
 from lightning_hetero.checkpoint.consensus import BackgroundConsensus
-from lightning_hetero.checkpoint.format import (
-    COMMON,
-    CheckpointIdentity,
-    add_replicas,
-    replica_mismatch,
-)
+from lightning_hetero.checkpoint.format import COMMON, CheckpointIdentity, add_replicas, replica_mismatch
 from lightning_hetero.checkpoint.snapshot import identity
 from lightning_hetero.checkpoint.writer import BackgroundWriter
 from lightning_hetero.checkpoint_sections import FORMAT
@@ -45,12 +40,7 @@ from lightning_hetero.strategies import saving
 from lightning_hetero.strategies.base import HeteroStrategy
 from lightning_hetero.strategies.metrics import LoggedMetrics
 from lightning_hetero.strategies.options import documented
-from lightning_hetero.strategies.trainer_checks import (
-    averages_again,
-    complex_parameters,
-    two_points,
-    unsupported,
-)
+from lightning_hetero.strategies.trainer_checks import averages_again, complex_parameters, two_points, unsupported
 from lightning_hetero.strategies.training_step import say_outcome
 from lightning_hetero.strategies.weight_averaging import WeightAverages, averages_weights
 
@@ -169,7 +159,7 @@ class ReplicaStrategy(HeteroStrategy):
         fits = trainer.state.fn == TrainerFn.FITTING
         if fits:
             check_equal("the checkpoint to go on from", self._source.summary)
-            _insert_callbacks(callbacks, FinishFirst(self), UpdateWhereReplicasMeet(self))
+            _insert_callbacks(callbacks)
         super().setup(trainer)
         if fits:
             raise_on_all(complex_parameters(self.module), "the model")
@@ -417,61 +407,52 @@ def _common_of(checkpoint: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 class FinishFirst(Callback):
-    """Lets replicas be equal before any other callback sees the end of training.
-
-    Args:
-        strategy: of the Trainer.
-    """
-
-    def __init__(self, strategy: ReplicaStrategy) -> None:
-        self._strategy = strategy
+    """Lets replicas be equal before any other callback sees the end of training."""
 
     def on_train_epoch_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Before SWA gives the model its average."""
-        if trainer.strategy is self._strategy and self._strategy.weight_averages.measure_batch_norm(trainer):
-            self._strategy.finish()
+        strategy = trainer.strategy
+        if isinstance(strategy, ReplicaStrategy) and strategy.weight_averages.measure_batch_norm(trainer):
+            strategy.finish()
 
     def on_train_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Before callbacks give the model their average."""
-        if trainer.strategy is self._strategy:
-            self._strategy.finish()
-            self._strategy.weight_averages.finish()
+        strategy = trainer.strategy
+        if isinstance(strategy, ReplicaStrategy):
+            strategy.finish()
+            strategy.weight_averages.finish()
 
 
 class UpdateWhereReplicasMeet(Callback):
-    """Comes right after the callbacks that average weights, and makes the updates that they have asked for.
-
-    Args:
-        strategy: of the Trainer.
-    """
-
-    def __init__(self, strategy: ReplicaStrategy) -> None:
-        self._strategy = strategy
+    """Comes right after the callbacks that average weights, and makes the updates that they have asked for."""
 
     def on_train_epoch_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """SWA has asked, or has given the model its average and reset BatchNorm's statistics."""
-        if trainer.strategy is self._strategy:
-            if self._strategy.weight_averages.measure_batch_norm(trainer):
-                self._strategy.rest()
-            self._strategy.weight_averages.make(self._strategy.engine, self._strategy.timer)
+        strategy = trainer.strategy
+        if isinstance(strategy, ReplicaStrategy):
+            if strategy.weight_averages.measure_batch_norm(trainer):
+                strategy.rest()
+            strategy.weight_averages.make(strategy.engine, strategy.timer)
 
     def on_train_batch_end(self, trainer: "pl.Trainer", *_: Any) -> None:
         """WeightAveraging has asked."""
-        if trainer.strategy is self._strategy:
-            self._strategy.weight_averages.after_batch(self._strategy.engine, self._strategy.timer)
+        strategy = trainer.strategy
+        if isinstance(strategy, ReplicaStrategy):
+            strategy.weight_averages.after_batch(strategy.engine, strategy.timer)
 
     def on_train_epoch_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """WeightAveraging has asked."""
-        if trainer.strategy is self._strategy:
-            self._strategy.weight_averages.make(self._strategy.engine, self._strategy.timer)
+        strategy = trainer.strategy
+        if isinstance(strategy, ReplicaStrategy):
+            strategy.weight_averages.make(strategy.engine, strategy.timer)
 
 
-def _insert_callbacks(callbacks: list[Callback], first: FinishFirst, update: UpdateWhereReplicasMeet) -> None:
-    """Put callbacks where they belong among a Trainer's callbacks, in the place of those of another strategy."""
+def _insert_callbacks(callbacks: list[Callback]) -> None:
+    """Put these callbacks where they belong among a Trainer's, once."""
     callbacks[:] = [one for one in callbacks if not isinstance(one, FinishFirst | UpdateWhereReplicasMeet)]
     if where := [i for i, callback in enumerate(callbacks, 1) if averages_weights(callback)]:
-        callbacks.insert(where[-1], update)
-    callbacks.insert(0, first)
+        callbacks.insert(where[-1], UpdateWhereReplicasMeet())
+    callbacks.insert(0, FinishFirst())
 
 
 S = TypeVar("S", bound=type[ReplicaStrategy])
