@@ -359,8 +359,7 @@ class HeteroStrategy(JobStrategy):
     def on_train_start(self) -> None:
         super().on_train_start()
         self.collaborators.nonfinite.begin(searching=lightning_compat.searches_lr(self.trainer))
-        limited = self.options.max_batch_size is not None or bool(self.options.whole_batches)
-        self.step.begin_fit(self.trainer.lightning_module, self.options.balance != "off", limited)
+        self.step.begin_fit(self.trainer.lightning_module)
         self._rank_state.begin()
         self.recovery.begin()
 

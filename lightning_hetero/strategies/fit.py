@@ -163,8 +163,8 @@ class Fit:
         rank, replica = sharing.rank, sharing.replica.ranks
         loaders = Loaders(rank, replica, planner, options, begin_pass, collectives.broadcast, stream_peers, retry)
         ranks, small = job.data_parallel_ranks(size), partial(job.small_group, size)
-        gathering, several = AsyncAllGather(job.report_group(), size), view.count > 1
-        accounting = BatchAccounting(planner, timer, loaders, replica, small, gathering, several)
+        gathering = AsyncAllGather(job.report_group(), size)
+        accounting = BatchAccounting(planner, timer, loaders, replica, small, gathering, view.count > 1)
         accounting.settings = lambda: hyperparameters(trainer().optimizers)
         on_devices = all(view.topology.places[rank].device != "cpu" for rank in view.replica.ranks)
         nonfinite = NonFiniteGuard(mode, ranks, small, timer.waiting, lambda: describe(trainer()), on_devices)
@@ -174,8 +174,7 @@ class Fit:
         engine = Engine(view, links, accounting, options.rebalance_every_n_steps, sharing)
         if former is not None:
             engine.continue_from(former.engine)
-        survives = options.on_peer_loss == "continue"
-        step = TrainingStep(accounting, engine, nonfinite, collectives, several, survives)
+        step = TrainingStep(accounting, engine, nonfinite, collectives, options)
         drift = _drift_check(job)
         if former is not None and repartition is not None:
             nonfinite.continue_from(former.nonfinite)

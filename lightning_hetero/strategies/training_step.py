@@ -26,6 +26,7 @@ from lightning_hetero.batching.streams import EvaluatedStream
 from lightning_hetero.batching.weights import (
     gradient_weight,
     preserve_buffers,
+    replaced,
     skip_step_if,
     zero_backward,
     zero_gradients,
@@ -52,6 +53,7 @@ from lightning_hetero.strategies.metrics import (
     warn_of_losses_over_all,
     weigh_logged,
 )
+from lightning_hetero.strategies.options import Options
 from lightning_hetero.strategies.position import describe
 
 if TYPE_CHECKING:
@@ -70,8 +72,7 @@ class TrainingStep:
         engine: what happens between replicas.
         finite: looks for losses and gradients that are not finite.
         collectives: what reduces values that are logged.
-        several: whether there are several replicas.
-        survives: whether a fit goes on when ranks are lost.
+        options: of the strategy.
     """
 
     def __init__(
@@ -80,11 +81,10 @@ class TrainingStep:
         engine: Engine,
         finite: NonFiniteGuard,
         collectives: Collectives,
-        several: bool,
-        survives: bool,
+        options: Options,
     ) -> None:
         self._accounting, self._engine, self._finite, self._collectives = accounting, engine, finite, collectives
-        self._survives = survives
+        self._options, several = options, engine.view.count > 1
         self._observer = CollectiveObserver(accounting.timer, several)
         self._idle = IdleSteps(accounting, several)
         self._timer = accounting.timer
@@ -107,20 +107,14 @@ class TrainingStep:
         self._run: Callable[[Any], Any] = lambda batch: None
         self._logging = LoggedInPasses()
 
-    def begin_fit(self, module: "pl.LightningModule", uneven: bool, limited: bool) -> None:
-        """Training starts.
-
-        Args:
-            module: to be trained.
-            uneven: whether ranks may get different numbers of samples.
-            limited: whether they may run several passes on a batch.
-        """
+    def begin_fit(self, module: "pl.LightningModule") -> None:
+        """Training of a module starts."""
         self.close()
         self._samples, self._stepped = {}, {}
-        if limited:
+        if self._options.max_batch_size is not None or self._options.whole_batches:
             self._limited = module
             lightning_compat.transfer_each_pass(module)
-        weighed = uneven and len(self._accounting.replica) > 1
+        weighed = self._options.balance != "off" and len(self._accounting.replica) > 1
         self._observer.weighed = weighed and not callable(getattr(module, "batch_weight", None))
         if self._observer.weighed:
             self._hooks = warn_of_losses_over_all(module)
@@ -225,7 +219,7 @@ class TrainingStep:
         Lightning, which refuses that among several ranks, leaves out the step on a single one. So does a rank that gets
         no samples because it is too slow.
         """
-        own, step = vars(module).get("training_step"), module.training_step
+        step = module.training_step
 
         @wraps(step)
         def training_step(*args: Any, **kwargs: Any) -> Any:
@@ -254,14 +248,8 @@ class TrainingStep:
             self._none = True
             return zero_loss(module)
 
-        vars(module)["training_step"] = training_step
-        try:
+        with replaced(module, "training_step", training_step):
             yield
-        finally:
-            if own is None:
-                del vars(module)["training_step"]
-            else:
-                vars(module)["training_step"] = own
 
     def weigh(self, loss: Tensor, batches_per_window: int) -> Tensor:
         """The loss times this rank's weight, with which DDP's plain mean over ranks is that over all samples.
@@ -343,7 +331,7 @@ class TrainingStep:
             left_out = self._finite.skips_step(module, scaled, optimizer) or self._padding_only(optimizer)
             if left_out:
                 zero_gradients(optimizer)
-            if self._finite.shard_traffic is not None and self._survives:
+            if self._finite.shard_traffic is not None and self._options.on_peer_loss == "continue":
                 with self._timer.waiting(), deadline("learn that all ranks have their gradients"):
                     self._finite.shard_traffic.on_any_rank(False)  # a step that some have taken cannot be repeated
             return output
@@ -519,18 +507,12 @@ def values_shared(module: nn.Module, stage: str | None, device: torch.device) ->
     if stage == TrainerFn.FITTING:
         yield
         return
-    own, values = vars(module).get(_IGNORED), {**dict(module.named_parameters()), **dict(module.named_buffers())}
-    setattr(module, _IGNORED, list(values))
-    try:
+    values = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    with replaced(module, _IGNORED, list(values)):
         yield
-    finally:
-        if own is None:
-            delattr(module, _IGNORED)
-        else:
-            setattr(module, _IGNORED, own)
     values = {**dict(module.named_parameters()), **dict(module.named_buffers())}  # on their device now
     whole = {name: value for name, value in values.items() if not is_dtensor(value)}
-    broadcast_tensors(value.data for name, value in whole.items() if name not in (own or ()))
+    broadcast_tensors(value.data for name, value in whole.items() if name not in vars(module).get(_IGNORED, ()))
 
 
 class _Fetched:
