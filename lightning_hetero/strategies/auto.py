@@ -154,7 +154,9 @@ class AutoStrategy(ReplicaStrategy):
                 return
             near, far = (self._measured(pairs, self._size()) for pairs in cluster.pairs_to_measure(self._nodes()))
             measured = replace(unlinked, within=near, between=far)
-            step = self._batches() * max(report.compute + report.wait for report in self.accounting.reports)
+            step = self.trainer.accumulate_grad_batches * max(
+                report.compute + report.wait for report in self.accounting.reports
+            )
             own, fragments = self.algorithm, len(modules_of(self._sizes()))
             wish = AutoLimits(own.gain, own.exact, own.deterministic, own.every, own.wire, fragments)
             if early and choose(measured, step, wish._replace(gain=_CLEAR * (1 + wish.gain) - 1)).prediction is None:
@@ -189,7 +191,7 @@ class AutoStrategy(ReplicaStrategy):
         planner, reports = self.accounting.planner, self.accounting.reports
         if planner.infers_total or not planner.total or len(reports) != planner.world:
             return None
-        batches = self._batches()  # gradients travel once in so many
+        batches = self.trainer.accumulate_grad_batches  # gradients travel once in so many
         costs = [_straight(report, batches) for report in reports]
         if not all(cost.is_valid() and cost.fixed >= 0 for cost in costs):
             return None
@@ -205,10 +207,6 @@ class AutoStrategy(ReplicaStrategy):
         """Values of the parameters that are trained, by name."""
         module = self.trainer.lightning_module
         return {name: values.numel() for name, values in module.named_parameters() if values.requires_grad}
-
-    def _batches(self) -> int:
-        """Of an optimizer step."""
-        return self.trainer.accumulate_grad_batches
 
     def _view_of_replicas(self) -> View:
         """The view of the same ranks, with the replicas that the chosen strategy asks for now."""
@@ -243,9 +241,7 @@ class AutoStrategy(ReplicaStrategy):
         job = Job(self._view_of_replicas(), former.timeout, former.within)
         former_ranks = tuple(range(former.view.world))
         self.build(job, Repartition(former_ranks, start, accounting.reports_applied))
-        broadcast_values(
-            self.trainer.lightning_module
-        )  # unlike devices round differently, and buffers are each rank's own
+        broadcast_values(self.module)  # unlike devices round differently, and buffers are each rank's own
         self.start_averager()
         self.wrap_in_view()
         self.continue_in_view()
