@@ -186,14 +186,9 @@ def before_transfer(module: "pl.LightningModule", batch: Any) -> Any:
     return module._on_before_batch_transfer(batch)
 
 
-def transfer_each_pass(module: "pl.LightningModule") -> None:
+def transfer_each_pass(module: "pl.LightningModule", overrides: "Overrides") -> None:
     """Let the user's ``on_before_batch_transfer`` see the batch of each pass."""
-    vars(module)["_on_before_batch_transfer"] = partial(_before_transfer_of_passes, module)  # copies of it work
-
-
-def transfer_as_before(module: "pl.LightningModule") -> None:
-    """End what :func:`transfer_each_pass` has begun; idempotent."""
-    vars(module).pop("_on_before_batch_transfer", None)
+    overrides.put(module, "_on_before_batch_transfer", partial(_before_transfer_of_passes, module))  # copies of it work
 
 
 def _before_transfer_of_passes(module: "pl.LightningModule", batch: Any, dataloader_idx: int = 0) -> Any:
@@ -350,7 +345,8 @@ class Overrides:
 
     def restore(self) -> None:
         """Give all objects their own methods back; idempotent."""
-        for owner, name in self._all:
+        while self._all:
+            owner, name = self._all.pop()
             vars(owner).pop(name, None)
 
 

@@ -111,21 +111,16 @@ class HeteroMonitor(Callback):
         Raises:
             UnsupportedError: the strategy does not split batches by speed.
         """
-        if not isinstance(trainer.strategy, HeteroStrategy):
-            raise UnsupportedError(
-                f"HeteroMonitor shows how batches are split by speed, which {type(trainer.strategy).__name__} does not "
-                "do. Use a strategy of this package, such as Trainer(strategy='hetero_ddp'), or leave the callback out."
-            )
+        strategy = _strategy_of(trainer)
         # An earlier fit's exchanges may have been another strategy's, or this one's that are counted on.
-        self._before = replace(trainer.strategy.traffic) if isinstance(trainer.strategy, ReplicaStrategy) else Traffic()
+        self._before = replace(strategy.traffic) if isinstance(strategy, ReplicaStrategy) else Traffic()
         self._at = math.nan
         self._log_from = {}
 
     @override
     def on_train_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Set all ranks' clocks to 0, as near to each other as one meeting allows."""
-        strategy = trainer.strategy
-        assert isinstance(strategy, HeteroStrategy)
+        strategy = _strategy_of(trainer)
         self._export(trainer, strategy)
         folder = trainer.log_dir or trainer.default_root_dir  # collective
         wanted = self.report if not trainer.fast_dev_run else None  # type: ignore[attr-defined]
@@ -170,8 +165,7 @@ class HeteroMonitor(Callback):
     @override
     def on_train_batch_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", *_: Any) -> None:
         """Log what is new."""
-        strategy = trainer.strategy
-        assert isinstance(strategy, HeteroStrategy)
+        strategy = _strategy_of(trainer)
         self._see_losses(trainer, strategy)
         self._see_reports(trainer, strategy)
         if isinstance(strategy, ReplicaStrategy):
@@ -180,8 +174,7 @@ class HeteroMonitor(Callback):
     @override
     def on_train_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Say who has met whom, under gossip, and write the report (collective)."""
-        strategy = trainer.strategy
-        assert isinstance(strategy, HeteroStrategy)
+        strategy = _strategy_of(trainer)
         if isinstance(strategy, ReplicaStrategy):
             self.pairings = strategy.pairings
             if self.pairings:
@@ -348,6 +341,15 @@ class HeteroMonitor(Callback):
         for logger in trainer.loggers if due else ():
             named = {f"hetero/{name}": float(value) for name, value in metrics.items()}
             logger.log_metrics(named, step=logged_step(trainer))
+
+
+def _strategy_of(trainer: "pl.Trainer") -> HeteroStrategy:
+    if not isinstance(trainer.strategy, HeteroStrategy):
+        raise UnsupportedError(
+            f"HeteroMonitor shows how batches are split by speed, which {type(trainer.strategy).__name__} does not do. "
+            "Use a strategy of this package, such as Trainer(strategy='hetero_ddp'), or leave the callback out."
+        )
+    return trainer.strategy
 
 
 def _show(trainer: "pl.Trainer", texts: dict[str, str]) -> None:

@@ -39,7 +39,7 @@ from lightning_hetero.replicas.vectors import broadcast_values
 from lightning_hetero.strategies import saving
 from lightning_hetero.strategies.base import HeteroStrategy
 from lightning_hetero.strategies.metrics import LoggedMetrics
-from lightning_hetero.strategies.options import documented
+from lightning_hetero.strategies.options import Options, documented
 from lightning_hetero.strategies.trainer_checks import averages_again, complex_parameters, two_points, unsupported
 from lightning_hetero.strategies.training_step import say_outcome
 from lightning_hetero.strategies.weight_averaging import WeightAverages, averages_weights
@@ -509,8 +509,7 @@ def strategy_for(averager: type[Averager], name: str, **defaults: Any) -> type[R
         raise ConfigurationError(
             f"name={name!r} is taken by {taken.__module__}.{taken.__qualname__}. Choose another name for {title}."
         )
-    summary = (averager.__doc__ or title).strip().split("\n")[0].rstrip(".")
-    register_name(name, strategy, summary)
+    register_name(name, strategy)
     return strategy
 
 
@@ -532,16 +531,13 @@ def with_options_of(averager: type[Averager], **defaults: Any) -> Callable[[S], 
         if unknown := sorted({*defaults} - {*whole.parameters}):
             raise ConfigurationError(f"{averager.__name__}: {', '.join(unknown)} is no option of its strategy.")
 
-        def options(arguments: Any, more: dict[str, Any]) -> tuple[Averager, dict[str, Any]]:
-            bound = whole.bind(None, *arguments, **more).arguments
-            others = {**defaults, **bound.pop("kwargs", {}), **bound}
-            del others["self"]
-            own = {**given, **{name: plain(others.pop(name)) for name in names if name in others}}
-            return averager(**own), others
-
         def __init__(self: ReplicaStrategy, *args: Any, **kwargs: Any) -> None:  # noqa: N807
-            self.algorithm, kwargs = options(args, kwargs)
-            ReplicaStrategy.__init__(self, **kwargs)
+            bound = whole.bind(self, *args, **kwargs).arguments
+            options = {**defaults, **bound.pop("kwargs", {}), **bound}
+            del options["self"]
+            own = {name: plain(options.pop(name)) for name in names if name in options}
+            self.algorithm = averager(**{**given, **own})
+            ReplicaStrategy.__init__(self, **options)
 
         __init__.__signature__ = whole  # type: ignore[attr-defined]
         __init__.__qualname__ = f"{kind.__qualname__}.__init__"
@@ -554,21 +550,21 @@ def with_options_of(averager: type[Averager], **defaults: Any) -> Callable[[S], 
     return decorate
 
 
-def register_name(name: str, strategy: type[HeteroStrategy], what: str) -> None:
+def register_name(name: str, strategy: type[HeteroStrategy]) -> None:
     """Register a strategy string with Lightning, in the variants that ``ddp`` has; checkpoints go by it, too.
 
     Args:
         name: such as ``"hetero_ddp"``.
-        strategy: the class that it makes.
-        what: what it does, in a line.
+        strategy: the class that it makes; the first line of its docstring describes it.
     """
     strategy.saved_as = name
+    summary = (strategy.__doc__ or strategy.__name__).strip().split("\n")[0].rstrip(".")
     for suffix, start_method in (("", "popen"), ("_spawn", "spawn"), ("_fork", "fork"), ("_notebook", "fork")):
         for unused in (None, True, False):
             StrategyRegistry.register(
                 name + suffix + ("" if unused is None else f"_find_unused_parameters_{unused}".lower()),
                 strategy,
-                description=f"{what} ({start_method})",
+                description=f"{summary} ({start_method})",
                 override=True,
                 start_method=start_method,
                 **({} if unused is None else {"find_unused_parameters": unused}),
@@ -611,12 +607,10 @@ def _signature(averager: type[Averager], defaults: dict[str, Any]) -> Signature:
     """The options of an averager, then of replicas, then of every strategy, with their types and defaults."""
     hints = get_type_hints(averager)
     own = [p.replace(annotation=hints.get(p.name, p.annotation)) for p in signature(averager).parameters.values()]
+    _, *of_replicas, _ = signature(ReplicaStrategy.__init__).parameters.values()
     inherited: dict[str, Parameter] = {}
-    for kind in (ReplicaStrategy, HeteroStrategy):
-        for p in signature(kind.__init__).parameters.values():
-            listed = kind is ReplicaStrategy or p.kind is Parameter.KEYWORD_ONLY
-            if listed and p.kind is not Parameter.VAR_KEYWORD and p.name != "self":
-                inherited.setdefault(p.name, p.replace(kind=Parameter.KEYWORD_ONLY))
+    for p in (*of_replicas, *signature(Options).parameters.values()):
+        inherited.setdefault(p.name, p.replace(kind=Parameter.KEYWORD_ONLY))
     options = [p.replace(default=defaults[p.name]) if p.name in defaults else p for p in (*own, *inherited.values())]
     positional = [p for p in options if p.kind is not Parameter.KEYWORD_ONLY]
     keyword = [p for p in options if p.kind is Parameter.KEYWORD_ONLY]

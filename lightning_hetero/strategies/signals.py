@@ -8,14 +8,12 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-import torch
-import torch.distributed as dist
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.distributed import Store
 
 from lightning_hetero import lightning_compat
 from lightning_hetero.batching.plan_agreement import ActionRequest, AgreedBatch
-from lightning_hetero.comm.retry import collective
+from lightning_hetero.comm.agreement import gather
 from lightning_hetero.strategies.recovery_policy import RecoveryPolicy
 
 if TYPE_CHECKING:
@@ -82,18 +80,12 @@ class StopRequest:
 
     def finish(self) -> None:
         """The fit is complete; if any rank has been asked to stop, save and end all the same (collective)."""
-        if self._any_requested("end the fit"):
+        if self._any_requested():
             self._stop()
 
-    def _any_requested(self, what: str) -> bool:
+    def _any_requested(self) -> bool:
         """Whether any rank has received SIGTERM (collective)."""
-
-        def asked() -> bool:
-            flag = torch.tensor([self.requested])
-            dist.all_reduce(flag, op=dist.ReduceOp.MAX)
-            return bool(flag.item())
-
-        return collective(what, asked)
+        return any(gather(self.requested, "who has received SIGTERM"))
 
     # -- the handlers ------------------------------------------------------------------------------
 
@@ -141,7 +133,7 @@ class StopRequest:
             save()
         if stops:
             newcomers = self._recovery.newcomers
-            if newcomers is None or self._any_requested("stop"):
+            if newcomers is None or self._any_requested():
                 self._stop()
             else:
                 newcomers.admit()  # raises, unless those that wanted to join are gone

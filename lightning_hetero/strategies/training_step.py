@@ -98,7 +98,7 @@ class TrainingStep:
         self._epoch, self._of_epoch = -1, 0.0  # the running one, and this rank's samples in it
         self._none = False  # whether the running training_step has returned None
         self._hooks: list[RemovableHandle] = []  # of the fit, on modules
-        self._limited: pl.LightningModule | None = None  # of the fit, if there may be passes
+        self._overrides = lightning_compat.Overrides()  # of the fit, if there may be passes
         self.passes = 0  # backward passes on the latest batch
         self._batches: Sequence[Any] = [None]  # of the latest one, of which this rank runs one after the other
         self._pass = 0  # the number of the running one
@@ -112,8 +112,7 @@ class TrainingStep:
         self.close()
         self._samples, self._stepped = {}, {}
         if self._options.max_batch_size is not None or self._options.whole_batches:
-            self._limited = module
-            lightning_compat.transfer_each_pass(module)
+            lightning_compat.transfer_each_pass(module, self._overrides)
         weighed = self._options.balance != "off" and len(self._accounting.replica) > 1
         self._observer.weighed = weighed and not callable(getattr(module, "batch_weight", None))
         if self._observer.weighed:
@@ -387,7 +386,7 @@ class TrainingStep:
         """Go on in the midst of a window where another one has stopped, which was made from an earlier view."""
         self._samples, self._stepped, self._counted = former._samples, former._stepped, former._counted
         self._epoch, self._of_epoch = former._epoch, former._of_epoch
-        self.passes, self._hooks, self._limited = former.passes, former._hooks, former._limited
+        self.passes, self._hooks, self._overrides = former.passes, former._hooks, former._overrides
         self._batches, self._run, self._pass, self._mean = former._batches, former._run, former._pass, former._mean
         self._logging = former._logging
         self._log_to(former._logged)
@@ -395,9 +394,7 @@ class TrainingStep:
     def close(self) -> None:
         """The fit has ended; idempotent."""
         restore_logged(self._logged)
-        if self._limited is not None:
-            lightning_compat.transfer_as_before(self._limited)
-            self._limited = None
+        self._overrides.restore()
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
