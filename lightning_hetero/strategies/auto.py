@@ -119,21 +119,8 @@ class AutoStrategy(ReplicaStrategy):
         self._last = self._until + (_TRIES - 1) * self.algorithm.measure
 
     @override
-    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
-        output = super().optimizer_step(*args, **kwargs)
-        if self.trainer.lightning_module.automatic_optimization:
-            self._between_windows()
-        return output
-
-    @override
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        output = super().training_step(*args, **kwargs)
-        if not self.trainer.lightning_module.automatic_optimization:
-            self._between_windows()
-        return output
-
-    def _between_windows(self) -> None:
-        """All that follows from an optimizer's step is done."""
+    def _window_ended(self) -> None:
+        super()._window_ended()
         if self._next and self.engine.windows >= self._next:
             self._choose()
 
@@ -152,7 +139,8 @@ class AutoStrategy(ReplicaStrategy):
                 if self._next > self._last:
                     self._stay("not every rank has measured its speed, or steps differ in size.")
                 return
-            near, far = (self._measured(pairs, self._size()) for pairs in cluster.pairs_to_measure(self._nodes()))
+            nodes = self.job.view.topology.nodes
+            near, far = (self._measured(pairs, self._size()) for pairs in cluster.pairs_to_measure(nodes))
             measured = replace(unlinked, within=near, between=far)
             step = self.trainer.accumulate_grad_batches * max(
                 report.compute + report.wait for report in self.accounting.reports
@@ -178,9 +166,6 @@ class AutoStrategy(ReplicaStrategy):
     def _take(self, name: str, options: Mapping[str, Any]) -> None:
         self.chosen = StrategyRegistry[name]["strategy"](**options)
 
-    def _nodes(self) -> list[list[int]]:
-        return [list(ranks) for ranks in self.job.view.topology.nodes]
-
     def _measured(self, pairs: list[tuple[int, int]], size: float) -> LinkModel:
         """The slowest of some links for a message of ``size`` bytes (collective)."""
         some = pairs[:: -(-len(pairs) // _PAIRS)] if pairs else []
@@ -195,7 +180,7 @@ class AutoStrategy(ReplicaStrategy):
         costs = [_straight(report, batches) for report in reports]
         if not all(cost.is_valid() and cost.fixed >= 0 for cost in costs):
             return None
-        nodes = tuple(tuple(costs[rank] for rank in ranks) for ranks in self._nodes())
+        nodes = tuple(tuple(costs[rank] for rank in ranks) for ranks in self.job.view.topology.nodes)
         shares = () if planner.auto else tuple(batches * n for n in planner.shares(self.accounting.step))
         return Cluster(nodes, batches * planner.total, self._size(), MEMORY, MEMORY, given=shares)
 

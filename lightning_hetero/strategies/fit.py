@@ -241,10 +241,14 @@ class Fit:
             retry(self.settle_plan)
             agreement.close()
 
-    def close_plans(self) -> None:
-        """End the thread, if there is one; idempotent."""
+    # -- the end -----------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """The run has ended, or an error has ended it; idempotent."""
         if self.accounting.agreement is not None:
             self.accounting.agreement.close()
+        self.engine.close()
+        self.step.close()
 
 
 def _links(job: Job, options: Options, device: torch.device, columns: Columns | None = None) -> ReplicaLinks:

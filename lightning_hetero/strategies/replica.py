@@ -242,18 +242,18 @@ class ReplicaStrategy(HeteroStrategy):
         training = self.joined and self.engine.averages and self.trainer.state.fn == TrainerFn.FITTING
         if not training or self.engine.holds or self.engine.finished or self.collectives.alone():
             return super().lightning_module_state_dict()
-        io = self.checkpoint_io
+        io, joins = self.checkpoint_io, saving.others_join(self.checkpoint_io)
         if isinstance(io, BackgroundWriter):
             later = io.consensus_later(super().lightning_module_state_dict())
             if later is not None:
                 return later
-        if saving.others_join(self.checkpoint_io):
+        if joins:
             values = collective("find where all begin", lambda: self.engine.join_values())  # after a loss another one
         else:
             values = collective("find the consensus", lambda: self.engine.consensus(self.trainer.sanity_checking))
         with self.engine.running.replica.with_values(values):
             state = super(HeteroStrategy, self).lightning_module_state_dict()
-            if saving.others_join(self.checkpoint_io):
+            if joins:
                 return saving.copied_for_join(io, self.module, state, values)
             if is_sharded(self.module):
                 return {name: value.detach().clone() for name, value in state.items()}
@@ -312,17 +312,14 @@ class ReplicaStrategy(HeteroStrategy):
     def _restore_replicas(self, checkpoint: Mapping[str, Any]) -> None:
         self.change_layout()  # to what was trainable
         self.weight_averages.load(checkpoint)
-        sharded = self.columns is not None
+        who, view, sharded = self._identity(), self.engine.view, self.columns is not None
         if self.ticket is not None:
-            why = (
-                replica_mismatch(checkpoint, self._identity(), self.engine.view, sharded)
-                or "Nobody has joined after all."
-            )
+            why = replica_mismatch(checkpoint, who, view, sharded) or "Nobody has joined after all."
             self._start_from_consensus(_common_of(checkpoint), why)
             return
-        mine = self._source.replica(checkpoint, self._identity(), self.engine.view, self._state_name(), sharded)
+        mine = self._source.replica(checkpoint, who, view, self._state_name(), sharded)
         if isinstance(mine, str):
-            near = None if sharded else self._source.nearest(checkpoint, self._identity(), self.engine.view)
+            near = None if sharded else self._source.nearest(checkpoint, who, view)
             self._start_from_consensus(near, mine)
             return
         self.engine.load_state_dict(mine, self.optimizers)
@@ -388,8 +385,6 @@ class ReplicaStrategy(HeteroStrategy):
 
     @override
     def teardown(self) -> None:
-        if self.joined:
-            self.collaborators.close_plans()
         self.weight_averages.detach()
         self._source, self.weight_averages = saving.ResumedFile(), WeightAverages()
         super().teardown()
