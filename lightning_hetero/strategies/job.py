@@ -76,14 +76,10 @@ class JobStrategy(DDPStrategy):
         self.group_overrides = GroupOverrides()
         self.recovery = RecoveryPolicy()
 
-    _job: Job | None = None  # once this process has joined
+    _fit: Fit | None = None  # in the present view, once this process has joined a job
     announced_route: tuple[View | None, str] = None, ""  # how gradients travel in a view, as the user has read
     _wraps_again = False  # whether the model is about to be wrapped in another DDP
     ticket: JoinTicket | None = None  # if it joins a job that runs, until training starts
-    accounting: BatchAccounting
-    engine: Engine
-    step: TrainingStep
-    collaborators: Fit
     stop_request: StopRequest | None = None  # of the latest fit
     #: In a fit: what works through the job's store, by its purpose, in the same order on all ranks.
     store_users: dict[str, StoreUser]
@@ -92,11 +88,7 @@ class JobStrategy(DDPStrategy):
 
     #: Attributes that belong to a job or a fit. A copy of the strategy has yet to join.
     of_the_job: ClassVar[tuple[str, ...]] = (
-        "_job",
-        "accounting",
-        "engine",
-        "step",
-        "collaborators",
+        "_fit",
         "stop_request",
         "store_users",
         "monitored",
@@ -126,21 +118,41 @@ class JobStrategy(DDPStrategy):
     @property
     def joined(self) -> bool:
         """Whether this process has joined a job."""
-        return self._job is not None
+        return self._fit is not None
 
     @property
-    def job(self) -> Job:
-        """The job that this process has joined.
+    def collaborators(self) -> Fit:
+        """What is made from the present view of the job.
 
         Raises:
-            UnsupportedError: it has not joined one yet.
+            UnsupportedError: this process has not joined a job yet.
         """
-        if self._job is None:
+        if self._fit is None:
             raise UnsupportedError(
                 "strategy.job is there from the beginning of a fit, validation, test or prediction on: the ranks meet "
                 "then. Ask for it there, such as in a callback's hook."
             )
-        return self._job
+        return self._fit
+
+    @property
+    def job(self) -> Job:
+        """The job that this process has joined."""
+        return self.collaborators.job
+
+    @property
+    def accounting(self) -> BatchAccounting:
+        """Accounting of this rank's batches."""
+        return self.collaborators.accounting
+
+    @property
+    def engine(self) -> Engine:
+        """What happens between replicas."""
+        return self.collaborators.engine
+
+    @property
+    def step(self) -> TrainingStep:
+        """A training step of this rank."""
+        return self.collaborators.step
 
     @property
     def module(self) -> "pl.LightningModule":
@@ -304,7 +316,6 @@ class JobStrategy(DDPStrategy):
 
         In the midst of a fit ``repartition`` says which of the former ranks remain.
         """
-        former = self.collaborators if self.joined else None
         lasting = Lasting(
             self.options,
             self.root_device,
@@ -315,9 +326,7 @@ class JobStrategy(DDPStrategy):
             lambda operation: self.recovery.retry(operation),
             lambda: self.recovery.changing,
         )
-        self.columns, parts = None, Fit.build(job, lasting, former, repartition)
-        self._job, self.collaborators = job, parts
-        self.accounting, self.engine, self.step = parts.accounting, parts.engine, parts.step
+        self.columns, self._fit = None, Fit.build(job, lasting, self._fit, repartition)
 
     def continue_with(self, job: Job, repartition: Repartition, missed: bool, source: int, past: ShareHistory) -> None:
         """Go on with the ranks that remain (collective).

@@ -18,7 +18,6 @@ from typing_extensions import override
 
 from lightning_hetero.algorithms.base import Averager, BufferAverager, Outcome
 from lightning_hetero.algorithms.center import CenteredAverager
-from lightning_hetero.algorithms.engine import Engine
 from lightning_hetero.argument_checks import one_of, plain
 from lightning_hetero.checkpoint import shards
 from lightning_hetero.checkpoint.consensus import BackgroundConsensus
@@ -75,7 +74,6 @@ class ReplicaStrategy(HeteroStrategy):
         assert isinstance(trainer.strategy, ReplicaStrategy)
     """
 
-    engine: Engine
     of_the_job: ClassVar[tuple[str, ...]] = (*HeteroStrategy.of_the_job, "_metrics", "_source", "weight_averages")
     weight_averages = WeightAverages()
     _source = saving.ResumedFile()  # the checkpoint from which the fit goes on
