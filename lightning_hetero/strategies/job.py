@@ -122,7 +122,7 @@ class JobStrategy(DDPStrategy):
 
     @property
     def collaborators(self) -> Fit:
-        """What is made from the present view of the job.
+        """Collaborators of the fit in the present view of the job.
 
         Raises:
             UnsupportedError: this process has not joined a job yet.
@@ -146,7 +146,7 @@ class JobStrategy(DDPStrategy):
 
     @property
     def engine(self) -> Engine:
-        """What happens between replicas."""
+        """Engine that calls the algorithm between replicas."""
         return self.collaborators.engine
 
     @property

@@ -524,13 +524,16 @@ def with_options_of(averager: type[Averager], **defaults: Any) -> Callable[[S], 
         if unknown := sorted({*defaults} - {*whole.parameters}):
             raise ConfigurationError(f"{averager.__name__}: {', '.join(unknown)} is no option of its strategy.")
 
+        def options(arguments: Any, more: dict[str, Any]) -> tuple[Averager, dict[str, Any]]:
+            bound = whole.bind(None, *arguments, **more).arguments
+            others = {**defaults, **bound.pop("kwargs", {}), **bound}
+            del others["self"]
+            own = {**given, **{name: plain(others.pop(name)) for name in names if name in others}}
+            return averager(**own), others
+
         def __init__(self: ReplicaStrategy, *args: Any, **kwargs: Any) -> None:  # noqa: N807
-            bound = whole.bind(self, *args, **kwargs).arguments
-            options = {**defaults, **bound.pop("kwargs", {}), **bound}
-            del options["self"]
-            own = {name: plain(options.pop(name)) for name in names if name in options}
-            self.algorithm = averager(**{**given, **own})
-            ReplicaStrategy.__init__(self, **options)
+            self.algorithm, kwargs = options(args, kwargs)
+            ReplicaStrategy.__init__(self, **kwargs)  # jsonargparse reads here where `kwargs` go
 
         __init__.__signature__ = whole  # type: ignore[attr-defined]
         __init__.__qualname__ = f"{kind.__qualname__}.__init__"
