@@ -155,11 +155,10 @@ def described(loader: Any, kind: Kind, batches: GlobalBatches | None) -> dict[st
         return {}
     if batches is None:  # a plan needs to know the size of all ranks' batches together
         return {"batch_size": loader.batch_size}
-    sampler = getattr(loader.batch_sampler, "sampler", None)
+    sampler, agreed = getattr(loader.batch_sampler, "sampler", None), isinstance(batches.sampler, AgreedOrder)
     return {
         # Rank 0 sends such an order when it is drawn: with workers at once, without them at the first batch.
-        "num_workers above 0, with a sampler of yours": isinstance(batches.sampler, AgreedOrder)
-        and loader.num_workers > 0,
+        "num_workers above 0, with a sampler of yours": agreed and loader.num_workers > 0,
         "samples": sized_len(loader.dataset),
         "batch_size": loader.batch_size,
         "batch sampler": type(loader.batch_sampler).__name__,
