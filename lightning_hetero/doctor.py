@@ -547,21 +547,28 @@ def examine(
         check_target(save)
     if (launcher := trainer.strategy.launcher) is None:
         raise ConfigurationError("this environment starts no ranks: run the doctor where ranks can be started.")
+
+    def join() -> tuple[Topology, torch.device]:
+        strategy.setup_environment()
+        return strategy.job.view.topology, strategy.root_device
+
     try:
-        launcher.launch(_take_part, strategy, config, batch_size, save)
+        launcher.launch(_take_part, join, config, batch_size, save)
     finally:
         _end(getattr(launcher, "procs", ()), timeout)
 
 
-def _take_part(strategy: HeteroDDPStrategy, config: Path | None, batch_size: int, save: Path | None) -> None:
-    strategy.setup_environment()
-    topology = strategy.job.view.topology
+def _take_part(
+    join: Callable[[], tuple[Topology, torch.device]], config: Path | None, batch_size: int, save: Path | None
+) -> None:
+    topology, device = join()
     if config is None:
         work = builtin_workload(batch_size)
     else:
-        work = workload_from_config(config, strategy.local_rank == 0, lambda: gather(None, "who has prepared the data"))
+        first = topology.places[topology.rank].local_rank == 0
+        work = workload_from_config(config, first, lambda: gather(None, "who has prepared the data"))
     gather(None, "who is ready")  # so that ranks that share a machine share it while they are measured, as in training
-    speeds = gather(measure_steps(work, strategy.root_device), "the speed of ranks")
+    speeds = gather(measure_steps(work, device), "the speed of ranks")
     near, far = cluster.pairs_to_measure(topology.nodes)
     within, between = cluster.measure_links(near), cluster.measure_links(far)
     if topology.rank == 0:

@@ -545,8 +545,8 @@ class EvaluationSampler:
         for batch in self.batches.draw(0):
             if not begin and isinstance(self.batches, FixedBatches):
                 in_turn = len(set(self._shares(world, plan, -(-len(batch) // world) * world))) == 1
-            if self.batches.whole:
-                own = batch[rank]
+            if self.batches.whole:  # one each, or more as one, if ranks were lost since the loader was set up
+                own = [i for part in in_passes(batch, world)[rank] for i in part]
             elif in_turn:
                 own = batch[(rank - begin) % world :: world]
             else:
