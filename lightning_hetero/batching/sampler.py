@@ -109,9 +109,9 @@ class FixedBatches:
 
     def draw(self, first: int) -> Iterator[list[Any]]:
         """Yield the batches from index ``first`` on."""
-        order = islice(self.sampler, first * self.batch_size, None)
-        for _ in range(first, len(self)):
-            yield list(islice(order, self.batch_size))
+        order = islice(self.sampler, sum(map(self.size, range(first))), None)
+        for index in range(first, len(self)):
+            yield list(islice(order, self.size(index)))
 
 
 class EvenBatches(FixedBatches):
@@ -142,12 +142,6 @@ class EvenBatches(FixedBatches):
             return super().size(index)
         least, extra = divmod(len(self.sampler), len(self))
         return least + (index < extra)
-
-    @override
-    def draw(self, first: int) -> Iterator[list[Any]]:
-        order = islice(self.sampler, sum(self.size(i) for i in range(first)), None)
-        for index in range(first, len(self)):
-            yield list(islice(order, self.size(index)))
 
 
 class GroupedBatches:
@@ -281,16 +275,16 @@ class AgreedOrder:
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
     """Run a block with the global CPU random states of torch, NumPy and Python seeded, and restore them after it."""
-    torch_state, numpy_state, python_state = torch.get_rng_state(), np.random.get_state(), random.getstate()
-    torch.default_generator.manual_seed(seed)
-    np.random.seed(seed % 2**32)
-    random.seed(seed)
-    try:
-        yield
-    finally:
-        torch.set_rng_state(torch_state)
-        np.random.set_state(numpy_state)
-        random.setstate(python_state)
+    numpy_state, python_state = np.random.get_state(), random.getstate()
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        np.random.seed(seed % 2**32)
+        random.seed(seed)
+        try:
+            yield
+        finally:
+            np.random.set_state(numpy_state)
+            random.setstate(python_state)
 
 
 class Drawn(NamedTuple):
