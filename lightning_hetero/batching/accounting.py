@@ -71,7 +71,7 @@ class BackgroundPlans(Protocol):
     def meet(self, step: int, reports: Sequence[Report]) -> None:
         """Follow a better plan at once, where all ranks have met (collective)."""
 
-    def settle(self, gather: Callable[[Any], Sequence[Any]]) -> None:
+    def settle(self) -> None:
         """End with the same plan on all ranks (collective)."""
 
     def close(self) -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from lightning_hetero.batching.plan import Plan, exact_shares, rotating_shares
 from lightning_hetero.batching.planner import Planner
-from lightning_hetero.batching.repartition import PlanningState, ShareHistory, plan_for_survivors
+from lightning_hetero.batching.repartition import ShareHistory, plan_for_survivors
 from lightning_hetero.batching.reports import Report
 from lightning_hetero.batching.shares import Cost, Stepwise, makespan, split
 from lightning_hetero.errors import ConfigurationError, ShareError
@@ -566,17 +566,6 @@ def test_earlier_plans_are_still_known() -> None:
     with pytest.raises(LookupError, match="the plan of step 0 is no longer known; there are those from 8 on"):
         planner.at(0)
     assert planner.shares(8) == [24, 8]
-
-
-def test_a_rank_that_is_behind_learns_plans_without_forgetting_by_which_it_still_draws() -> None:
-    """If ranks are lost, the rank that is behind learns the plans from one that is ahead."""
-    ahead, behind = Planner(2), Planner(2)
-    for planner in (ahead, behind):
-        planner.expect(32)
-    for start in (50, 150):
-        ahead.adopt(replace(ahead.at(0), start=start))
-    PlanningState.of(ahead).apply_to(behind)
-    assert [behind.at(step).start for step in (40, 120, 160)] == [0, 50, 150]
 
 
 positive = st.floats(0.01, 3.0)
