@@ -176,8 +176,8 @@ def predictions(cluster: Cluster, every: int = 16, wire: str = "fp32") -> list[P
         wire: number format between replicas; fp32 where a strategy has none such.
     """
     found = [
-        _ddp(cluster),
-        _hetero_ddp(cluster),
+        _gradients(cluster, "ddp", cluster.even, by_link=False),
+        _gradients(cluster, "hetero_ddp", cluster.split, by_link=True),
         *(_average(cluster, every, wire, kind) for kind in AVERAGES if every >= kind.least),
         _average(cluster, DASO_EVERY, wire, DASO),
         *(_center(cluster, every, wire, kind) for kind in CENTERS),
@@ -202,14 +202,6 @@ class _Load(NamedTuple):
     seldom: bool = False
 
 
-def _ddp(cluster: Cluster) -> Prediction:
-    return _gradients(cluster, "ddp", cluster.even, by_link=False)
-
-
-def _hetero_ddp(cluster: Cluster) -> Prediction:
-    return _gradients(cluster, "hetero_ddp", cluster.split, by_link=True)
-
-
 def _gradients(cluster: Cluster, name: str, work: float, by_link: bool) -> Prediction:
     """One all-reduce of the gradients over all ranks in a step, behind a part of it."""
     exposed = cluster.exposed(cluster.gradients(), work, by_link=by_link)
@@ -231,17 +223,13 @@ def _center(cluster: Cluster, every: int, wire: str, kind: StrategyKind) -> Pred
     Nobody does the steps of another rank: the slowest one, with its visits, says when all are done.
     """
     size = cluster.size * WIRES[kind.wire(wire)]
-    visits = [_visit(cluster, number, size) for number, node in enumerate(cluster.nodes) for _ in node]
+    ways = (cluster.between if number else cluster.within for number, node in enumerate(cluster.nodes) for _ in node)
+    visits = [way.visit(size) for way in ways]
     each = [pace + kind.waited(visit, pace, every) for pace, visit in zip(cluster.paces, visits, strict=True)]
     step = max(max(each) + _handled(cluster, every), sum(visits) / every)
     away = cluster.world - len(cluster.nodes[0])
     sent = max(away, cluster.largest) * size / every  # what comes to the center, and goes back: two directions
     return _made(cluster, kind, _Load(cluster.split, step - cluster.split, sent), kind.given(every, wire))
-
-
-def _visit(cluster: Cluster, node: int, size: float) -> float:
-    """Seconds for a rank of a node to visit a center on the first node."""
-    return (cluster.between if node else cluster.within).visit(size)
 
 
 def _pairs(cluster: Cluster, every: int, wire: str, kind: StrategyKind) -> Prediction:
