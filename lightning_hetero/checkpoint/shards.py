@@ -97,16 +97,8 @@ class Shards:
         Returns:
             A name for a save, the same on all ranks.
         """
-        return self.apply_removals(files, is_leader, value_of_rank(self.removals(), 0))
-
-    def removals(self) -> tuple[str, list[RemovedCheckpoint]]:
-        """Rank 0's input to :meth:`apply_removals`: a name for a save, and what it has removed since the last call."""
-        told, self._gone = self._gone, []  # a thread may remove more meanwhile
-        return secrets.token_hex(6), told
-
-    def apply_removals(self, files: CheckpointIO, is_leader: bool, news: tuple[str, list[RemovedCheckpoint]]) -> str:
-        """Remove the shards of checkpoints that rank 0 has removed, where rank 0 cannot; returns the save's name."""
-        save, told = news
+        removed, self._gone = self._gone, []  # a thread may remove more meanwhile
+        save, told = value_of_rank((secrets.token_hex(6), removed), 0)
         for gone in told:
             self._clear(files, gone, is_leader, save)  # another leader may already write to the same folder
         return save

@@ -206,7 +206,8 @@ def _gradients(cluster: Cluster, name: str, work: float, by_link: bool) -> Predi
     """One all-reduce of the gradients over all ranks in a step, behind a part of it."""
     exposed = cluster.exposed(cluster.gradients(), work, by_link=by_link)
     load = _Load(work, exposed, _ring(cluster.size, cluster.world, len(cluster.nodes)))
-    return _made(cluster, name, load, exact=True)
+    kept = (BUCKETS if name == "ddp" else BUCKETS + OVER_GLOO) * cluster.size / 4
+    return Prediction(name, {}, f'"{name}"', *_costs(cluster, load), exact=True, kept=kept)
 
 
 def _average(cluster: Cluster, every: int, wire: str, kind: StrategyKind) -> Prediction:
@@ -278,21 +279,28 @@ def _ring(size: float, members: int, nodes: int) -> float:
     return 2 * (members - 1) / members * size if nodes > 1 else 0.0
 
 
-def _made(
-    cluster: Cluster, kind: StrategyKind | str, load: _Load, options: dict[str, Any] | None = None, exact: bool = False
-) -> Prediction:
-    step, options = load.work + load.exposed, options or {}
+def _costs(cluster: Cluster, load: _Load) -> tuple[float, float, float, float, float]:
+    """Of a prediction: ``step``, ``exposed``, ``sent``, ``speed``, ``efficiency``."""
+    step = load.work + load.exposed
     speed, sent = cluster.samples / step, load.sent if len(cluster.nodes) > 1 else 0.0
-    costs = step, load.exposed, sent, speed, speed / cluster.independent_speed
-    parameters, gradients = cluster.size / 4, BUCKETS + OVER_GLOO
-    if isinstance(kind, str):
-        kept = (BUCKETS if kind == "ddp" else gradients) * parameters
-        return Prediction(kind, options, f'"{kind}"', *costs, exact, kept=kept)
+    return step, load.exposed, sent, speed, speed / cluster.independent_speed
+
+
+def _made(cluster: Cluster, kind: StrategyKind, load: _Load, options: dict[str, Any]) -> Prediction:
     strategy = f"{kind.strategy}({', '.join(f'{name}={_python(value)}' for name, value in options.items())})"
     every = DASO_EVERY if kind.every is None else options[kind.every]
-    kept = (kind.kept + (gradients if kind.nodes and cluster.largest > 1 else 0)) * parameters
-    more = every, options.get("wire", "fp32"), kept
-    return Prediction(kind.name, options, strategy, *costs, exact, kind.repeatable, load.seldom, *more)
+    averages = kind.nodes and cluster.largest > 1  # gradients, within a node
+    return Prediction(
+        kind.name,
+        options,
+        strategy,
+        *_costs(cluster, load),
+        repeatable=kind.repeatable,
+        seldom=load.seldom,
+        every=every,
+        wire=options.get("wire", "fp32"),
+        kept=(kind.kept + (BUCKETS + OVER_GLOO if averages else 0)) * cluster.size / 4,
+    )
 
 
 def _python(value: object) -> str:

@@ -121,8 +121,8 @@ def choose(cluster: Cluster, measured: float, wish: AutoLimits) -> Choice:
     explained = cluster.split + cluster.gradients()  # by an exchange that hides behind nothing
     now = cluster.samples / max(min(measured, explained), _SHORTEST)
     step = (
-        f"A step takes {duration(measured)}, of which {duration(cluster.split)} is work; an all-reduce of the gradients "
-        f"over all ranks takes {duration(cluster.gradients())}"
+        f"A step takes {duration(measured)}, of which {duration(cluster.split)} is work; an all-reduce of the "
+        f"gradients over all ranks takes {duration(cluster.gradients())}"
     )
     if wish.exact:
         return Choice(None, f"{step}. Nothing else is exact.")
