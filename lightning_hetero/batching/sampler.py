@@ -231,7 +231,7 @@ class AgreedOrder:
         self.sampler, self._seed = sampler, seed
         self.agree_by(broadcast, decides)
         self._epoch = 0
-        self._own_seeds: dict[int, int] = {}
+        self._own_seeds: dict[int, int] = {}  # of generators that the user gave to samplers, by their ids
 
     def agree_by(self, broadcast: Callable[[Any], Any], decides: Callable[[], bool]) -> None:
         """Agree among other ranks from now on; arguments like the constructor's."""
@@ -243,10 +243,6 @@ class AgreedOrder:
         for owner in (self.sampler, getattr(self.sampler, "sampler", None)):
             if callable(set_epoch := getattr(owner, "set_epoch", None)):
                 set_epoch(epoch)
-
-    def _own_seed(self, generator: torch.Generator) -> int:
-        """The seed that the user gave to a sampler's own generator."""
-        return self._own_seeds.setdefault(id(generator), generator.initial_seed())
 
     def __len__(self) -> int:
         return len(self.sampler)  # type: ignore[arg-type]
@@ -261,7 +257,8 @@ class AgreedOrder:
         with seeded(self._seed + self._epoch):
             for owner in (self.sampler, getattr(self.sampler, "sampler", None)):
                 if isinstance(own := getattr(owner, "generator", None), torch.Generator):
-                    own.manual_seed(self._own_seed(own) + self._epoch)
+                    seed = self._own_seeds.setdefault(id(own), own.initial_seed())
+                    own.manual_seed(seed + self._epoch)
             order = list(self.sampler)
         if len(order) > len(self):
             warnings.warn(
