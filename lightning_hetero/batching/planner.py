@@ -425,7 +425,8 @@ class Planner:
         costs = tuple(cost_of(*cost) for cost in state["costs"])
         by_samples, grid = state.get("by_samples", False), tuple(map(tuple, state.get("grid", ())))
         grid = grid if self._grid is None else self._grid
-        self.plans = [Plan(0, costs, self._low, self.high, tuple(state["reach"]), self._need, by_samples, grid)]
+        reach = tuple(state["reach"])
+        self.plans = [Plan(0, costs, self._low, self._barred_high, reach, self._need, by_samples, grid)]
         self._restored = True
         self.most = list(state["most"])
 

@@ -617,6 +617,13 @@ def test_those_that_remain_go_on_in_turn(turns):
     assert rests == ({(32, 31), (31, 32)} if turns else {(32, 31)})
 
 
+def test_a_rank_whose_share_is_0_has_no_samples_once_another_is_lost_either():
+    former = Planner(3, [1.0, 0.0, 2.0])
+    former.expect(30)
+    assert former.shares(0) == [10, 0, 20]
+    assert plan_for_survivors(former, [1, 2], Planner(2, [0.0, 2.0])).shares(0) == [0, 30]
+
+
 # -- multiples ----------------------------------------------------------------------------------------
 
 
