@@ -14,10 +14,12 @@ from statistics import median
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
-from lightning_hetero.batching.deal import Floats
 from lightning_hetero.batching.shares import Cost, curve_below
 from lightning_hetero.batching.timer import StepTiming
+
+Floats = NDArray[np.float64]
 
 #: Seconds that steps last together before they are compared, as a stretch: some turns of an operating system's
 #: scheduler, a period of CPU quotas.
