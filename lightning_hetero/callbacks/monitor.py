@@ -121,7 +121,9 @@ class HeteroMonitor(Callback):
     def on_train_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Set all ranks' clocks to 0, as near to each other as one meeting allows."""
         strategy = _strategy_of(trainer)
-        self._export(trainer, strategy)
+        raise_on_all(self._open_endpoint(trainer, strategy), "HeteroMonitor's endpoint for Prometheus")
+        for logger in trainer.loggers:
+            add_dashboard(logger)
         folder = trainer.log_dir or trainer.default_root_dir  # collective
         wanted = self.report if not trainer.fast_dev_run else None  # type: ignore[attr-defined]
         losses, ticket, told = strategy.recovery.losses, strategy.ticket, None
@@ -136,12 +138,6 @@ class HeteroMonitor(Callback):
                 report_folder(report, folder), StepHistory(start, strategy.accounting.step), self._attendance
             )
             strategy.accounting.watchers.append(self._watch.steps.add)
-
-    def _export(self, trainer: "pl.Trainer", strategy: HeteroStrategy) -> None:
-        """Lay out TensorBoard's charts, and open the endpoint for Prometheus (collective)."""
-        raise_on_all(self._open_endpoint(trainer, strategy), "HeteroMonitor's endpoint for Prometheus")
-        for logger in trainer.loggers:
-            add_dashboard(logger)
 
     def _open_endpoint(self, trainer: "pl.Trainer", strategy: HeteroStrategy) -> ConfigurationError | None:
         """Open the endpoint if this is rank 0 and one is wanted; the reason, if it cannot be opened."""
@@ -159,7 +155,6 @@ class HeteroMonitor(Callback):
 
     @override
     def teardown(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
-        """Stop listening."""
         self._close_endpoint()
 
     @override
@@ -216,11 +211,18 @@ class HeteroMonitor(Callback):
         strategy.accounting.watchers.remove(steps.add)
         if not steps.beginning:
             return None
-        members, losses = strategy.job.view, watch.attendance.since(strategy.recovery.losses)
-        found = steps.stretches, steps.beginning, steps.end, steps.background, list(self.exchanges)
-        accounting = strategy.accounting
-        cost = accounting.fitted and accounting.planner.cost_of_part(members.rank, accounting.fitted)
-        return RankRecord(members.ids[members.rank], *found, cost, tuple(losses), DealtByCost.of(accounting))
+        members, accounting = strategy.job.view, strategy.accounting
+        return RankRecord(
+            rank=members.ids[members.rank],
+            stretches=steps.stretches,
+            beginning=steps.beginning,
+            end=steps.end,
+            background=steps.background,
+            exchanges=list(self.exchanges),
+            cost=accounting.fitted and accounting.planner.cost_of_part(members.rank, accounting.fitted),
+            losses=tuple(watch.attendance.since(strategy.recovery.losses)),
+            by_cost=DealtByCost.of(accounting),
+        )
 
     def _write(
         self,
@@ -255,16 +257,16 @@ class HeteroMonitor(Callback):
         slow, ids = strategy.accounting.planner.too_slow, strategy.collaborators.sharing.ids
         changes = attendance.changes(strategy.recovery.losses, views)
         return FitRecord(
-            views,
-            attendance.replicas,
-            attendance.places,
-            averager is None or averager.traits.lockstep,
-            options.balance == "auto",
-            facts(type(module).__name__, type(strategy).__name__, chosen, attendance, changes),
-            pairings,
-            ended,
-            changes,
-            slow and slow._replace(ranks=tuple(ids[rank] for rank in slow.ranks)),
+            views=views,
+            replicas=attendance.replicas,
+            places=attendance.places,
+            lockstep=averager is None or averager.traits.lockstep,
+            automatic=options.balance == "auto",
+            facts=facts(type(module).__name__, type(strategy).__name__, chosen, attendance, changes),
+            pairings=pairings,
+            ended=ended,
+            changes=changes,
+            slow=slow and slow._replace(ranks=tuple(ids[rank] for rank in slow.ranks)),
         )
 
     def _see_losses(self, trainer: "pl.Trainer", strategy: HeteroStrategy) -> None:

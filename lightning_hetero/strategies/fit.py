@@ -231,7 +231,7 @@ class Fit:
     def settle_plan(self) -> None:
         """End with the same plan on all ranks that remain (collective over them)."""
         if (agreement := self.accounting.agreement) is not None:
-            agreement.settle(lambda plan: gather(plan, "the plan that is agreed"))
+            agreement.settle()
 
     def end_plans(self) -> None:
         """All ranks have trained on all that they draw, or are about to have (collective)."""

@@ -21,7 +21,7 @@ from lightning_hetero import lightning_compat
 from lightning_hetero.algorithms.base import FitInfo
 from lightning_hetero.algorithms.engine import Engine
 from lightning_hetero.batching.accounting import BatchAccounting
-from lightning_hetero.batching.repartition import PlanningState, Repartition, ShareHistory
+from lightning_hetero.batching.repartition import Repartition, ShareHistory
 from lightning_hetero.batching.timer import StepTimer
 from lightning_hetero.comm import failures
 from lightning_hetero.comm.agreement import raise_on_all, value_of_rank
@@ -342,9 +342,9 @@ class JobStrategy(DDPStrategy):
         self.take_number(job)
         failures.watch_ranks(self.interface, self.options.limit.total_seconds(), job.view.ids)
         self.collaborators.settle_plan()
-        known = PlanningState.of(self.accounting.planner)
-        value_of_rank(known, source).apply_to(self.accounting.planner)
-        past.end(self.collaborators.sharing.ids, self.accounting.planner, repartition.start)
+        planner = self.accounting.planner  # it may have missed the latest reports
+        planner.plans, planner.most = value_of_rank((planner.plans, planner.most), source)
+        past.end(self.collaborators.sharing.ids, planner, repartition.start)
         self.build(job, repartition)
         self.engine.take_over(engine, [before.view.index_of(member.id) for member in job.view.replicas])
         if self.accumulates_locally:  # each is weighted for a mean over the former ranks

@@ -103,6 +103,8 @@ def test_a_sampler_that_yields_more_than_its_length_says_so():
     order = AgreedOrder(Long([1, 2, 3]), lambda value: value, decides=lambda: True, seed=0)
     with pytest.warns(UserWarning, match="Long yields 3 items, but its length says 2"):
         assert list(order) == [1, 2, 3]
+    with pytest.warns(UserWarning, match="the rest is not used"):
+        assert list(FixedBatches(order, 3, drop_last=False).draw(0)) == [[1, 2]]
 
 
 # -- agreeing on a sampler of the user's -----------------------------------------------------------------
