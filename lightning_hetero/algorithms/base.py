@@ -176,6 +176,18 @@ class StepContext(NamedTuple):
     metric: Callable[[str], float | None] = lambda name: None
 
 
+class ReplicaLoss(NamedTuple):
+    """Loss of replicas, as one that remains sees it.
+
+    Attributes:
+        former: this replica's state before.
+        context: of its latest step.
+    """
+
+    former: Mapping[str, Any]
+    context: StepContext
+
+
 #: Attributes that only the base, and algorithms of this package, set.
 RESERVED = "_optimizers", "_packed", "_spare", "links", "replica", "run"
 
@@ -426,29 +438,20 @@ class Averager(Stateful, ABC):
             remove_pending(self, pending)
             self.arrive(pending, step)
 
-    def before_save(self) -> None:
-        """Bring the state up to date with what is kept elsewhere, before it is saved (collective)."""
-
-    def after_restore(self) -> None:
-        """Bring what is kept elsewhere up to date with the state, which has been restored (collective)."""
-
-    def absorb_arrived(self, lost: Sequence[int]) -> None:
-        """Replicas were lost: take into the state what has arrived, before connections are closed.
-
-        It is called on all survivors. :attr:`links` connects these alone already; what the averager has made of the
-        links before may be broken.
+    def before_save(self, lost: Sequence[int] | None = None) -> None:
+        """Bring the state up to date with what is kept elsewhere, before it is saved (collective).
 
         Args:
-            lost: the indices of these replicas in the links before.
+            lost: with replicas that were lost, whose indices in the links before these are, the state is kept over the
+                loss. :attr:`links` connects the survivors alone already; what the averager has made of the links before
+                may be broken, and is closed next.
         """
 
-    def after_loss(self, former: Mapping[str, Any], step: int, context: StepContext) -> None:
-        """Repair what does not follow from the roles; the state is that of the survivors now (collective over them).
+    def after_restore(self, loss: ReplicaLoss | None = None) -> None:
+        """Bring what is kept elsewhere up to date with the state, which has been restored (collective).
 
         Args:
-            former: this replica's state before the loss.
-            step: optimizer steps of the survivor that has taken most.
-            context: of this replica's latest step.
+            loss: the state is that of the survivors of this loss. Repair what does not follow from the roles.
         """
 
     def on_missed(self, step: int) -> Literal["adopt", "keep"]:

@@ -130,6 +130,11 @@ class ElasticBase(CenteredAverager):
         # A center that never moves: nothing is sent, for the mean neither.
         return self.pull.is_zero or super().uses_center
 
+    @override
+    def join_values(self, context: StepContext) -> list[Tensor]:
+        # The center is some exchanges behind the replicas: what they have learned since would be lost.
+        return self.average(context).mean
+
     def strength(self) -> tuple[float, float]:
         """Alpha and beta, of the step that is to come, or has just been taken."""
         alpha = self.pull.alpha(self.optimizers, self.links.count)

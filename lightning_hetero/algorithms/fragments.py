@@ -8,13 +8,13 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_hetero.algorithms.base import LowBitAverager, Outcome, StepContext
+from lightning_hetero.algorithms.base import LowBitAverager, Outcome, ReplicaLoss, StepContext
 from lightning_hetero.algorithms.center import CenteredAverager
 from lightning_hetero.algorithms.schedules import TauSchedule
 from lightning_hetero.algorithms.state import InFlight, Own, PendingExchange, Shared
@@ -334,16 +334,16 @@ class StreamingAverager(LowBitAverager, CenteredAverager):
         return {**super().status(step), **({"tau": self.rhythm.tau} if self.rhythm.auto else {})}
 
     @override
-    def after_loss(self, former: Mapping[str, Any], step: int, context: StepContext) -> None:
+    def after_restore(self, loss: ReplicaLoss | None = None) -> None:
+        if loss is None:
+            return
         for part, vectors in zip(self._parts, self.replica.fragments, strict=True):
-            if not all(
-                map(torch.equal, part.center, former["reference"][vectors])
-            ):  # it has moved without this replica
-                self._follow(part)
+            if not all(map(torch.equal, part.center, loss.former["reference"][vectors])):
+                self._follow(part)  # it has moved without this replica
         self.at_center = False  # replicas may be steps apart
         if self.delay:  # others may have begun an exchange already, and dropped it, which this replica has yet to begin
-            self.quiet = step
+            self.quiet = max(self.links.gather(loss.context.step))
 
     @override
     def on_missed(self, step: int) -> Literal["adopt", "keep"]:
-        return "keep"  # after_loss lets replicas follow what has moved without them
+        return "keep"  # after_restore lets replicas follow what has moved without them

@@ -2,14 +2,14 @@
 
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Generic, TypeVar
 
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_hetero.algorithms.base import Averager, Outcome, StepContext, Traits
+from lightning_hetero.algorithms.base import Averager, Outcome, ReplicaLoss, StepContext, Traits
 from lightning_hetero.algorithms.state import Own, VectorStart
 from lightning_hetero.algorithms.topologies import Rule, sends
 from lightning_hetero.argument_checks import is_number
@@ -115,14 +115,15 @@ class GossipAverager(Averager, Generic[T]):
         self.pairings = self.links.gather_of_replicas([self.met[peer] for peer in range(self.links.count)])
 
     @override
-    def absorb_arrived(self, lost: Sequence[int]) -> None:
+    def before_save(self, lost: Sequence[int] | None = None) -> None:
+        if lost is None:
+            return
         self.client.lose(lost, self.links)
         for counts in (self.met, self.missed):  # in place: the client counts on
             of_survivors = [count for peer, count in sorted(counts.items()) if peer not in lost]
             numbers = [peer - sum(gone < peer for gone in lost) for peer in sorted(counts) if peer not in lost]
             counts.clear()
             counts.update(dict(zip(numbers, of_survivors, strict=True)))
-        self.before_save()
 
     @override
     def status(self, step: int) -> dict[str, float | str]:
@@ -159,20 +160,19 @@ class PushAverager(GossipAverager[PushClients]):
     mail = Own[list[tuple]](lambda averager: [])
 
     @override
-    def before_save(self) -> None:
+    def before_save(self, lost: Sequence[int] | None = None) -> None:
+        super().before_save(lost)  # what was lost with a replica is lost, but not what has come from it
         self.mail = [(number, *push) for number, pushes in enumerate(self.client.waiting()) for push in pushes]
-
-    @override
-    def after_restore(self) -> None:
-        self.client.restore([(number, ReceivedPush(*push)) for number, *push in self.mail])
-
-    @override
-    def absorb_arrived(self, lost: Sequence[int]) -> None:
-        super().absorb_arrived(lost)  # what was lost with a replica is lost, but not what has come from it
+        if lost is None:
+            return
         self.mail = [(number, -1, *push) for number, _, *push in self.mail]  # peers have other numbers now
         if self.client.cut is not None:  # and columns other values
             self.take_mail()
             self.mail = []
+
+    @override
+    def after_restore(self, loss: ReplicaLoss | None = None) -> None:
+        self.client.restore([(number, ReceivedPush(*push)) for number, *push in self.mail])
 
     def take_mail(self) -> None:
         """Take in what can still be used of :attr:`mail`."""
@@ -340,9 +340,11 @@ class WeightedPushAverager(PushAverager):
         self._keep_evenly(held)
 
     @override
-    def after_loss(self, former: Mapping[str, Any], step: int, context: StepContext) -> None:
-        columns = max(len(self.links.columns), 1)
-        self.weights, self.alone = [self.weights[0]] * columns, [any(self.alone)] * columns
+    def after_restore(self, loss: ReplicaLoss | None = None) -> None:
+        super().after_restore(loss)
+        if loss is not None:
+            columns = max(len(self.links.columns), 1)
+            self.weights, self.alone = [self.weights[0]] * columns, [any(self.alone)] * columns
 
     @override
     def status(self, step: int) -> dict[str, float | str]:

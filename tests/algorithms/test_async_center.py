@@ -5,6 +5,7 @@ import json
 import math
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hetero.algorithms.async_center import ExchangeRates
-from lightning_hetero.algorithms.base import StepContext
+from lightning_hetero.algorithms.base import ReplicaLoss, StepContext
 from lightning_hetero.algorithms.diloco_async import OuterAsyncAverager
 from lightning_hetero.algorithms.easgd_async import AsyncElasticAverager
 from lightning_hetero.algorithms.outer_rules import DelayedNesterov, RoundStep
@@ -227,10 +228,17 @@ def test_what_a_visit_has_brought_counts_once_if_only_its_answer_was_lost(answer
     averager._parts = [(vectors, averager.replica.part(vectors)) for vectors in averager.replica.fragments]
     averager.begun_from = [value - 1 for value in averager.replica.pack()]
     averager.visits, averager.visits_before, averager.commits, averager.counts = 4, 0, 0, [9, 4 if answered else 5]
-    averager.after_loss({}, 0, StepContext(16, False, [1, 1]))
+    averager.rule, averager.local_steps = averager.rule_name, 4
+    averager.reference, tables = [], torch.zeros(2)
+    averager.speeds, averager.late, averager.arrivals, averager.closed_rounds = tables, tables, tables, tables
+    averager.momentum, averager.gradient_sum = [], []
+    written: list[Sequence[int]] = []
+    averager._client = SimpleNamespace(write=lambda values, counts: written.append(counts))  # type: ignore[assignment]
+    averager.after_restore(ReplicaLoss({}, StepContext(16, False, [1, 1])))
     to_bring = [float((x - c).mean()) for x, c in zip(averager.replica.pack(), averager.begun_from, strict=True)]
     assert to_bring == [1.0, 1.0 if answered else 0.0]  # of the first fragment, and of the one whose turn it was
     assert averager.counts == [9, 4]
+    assert written == [[9, 4]]
 
 
 def test_only_parameters_are_measured_and_buffers_must_be_finite() -> None:

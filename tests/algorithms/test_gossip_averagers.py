@@ -108,7 +108,7 @@ def test_what_came_before_a_replica_was_lost_counts_after_it() -> None:
     client.lose, client.waiting, client.restore = lambda *_: None, lambda: [[come]], box.extend
     one.met.update({1: 3, 2: 5})
     one.missed.update({0: 1, 1: 2})
-    one.absorb_arrived([1])
+    one.before_save(lost=[1])
     assert (one.met, one.missed) == ({1: 5}, {0: 1})  # the third replica is the second now
     one.after_restore()  # with the connections of those that remain
     [(column, push)] = box
