@@ -2,7 +2,6 @@
 
 import datetime
 import dis
-import inspect
 import logging
 import math
 import sys
@@ -10,8 +9,8 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from inspect import getclosurevars
-from types import CodeType, FunctionType, ModuleType
+from inspect import getattr_static, getclosurevars
+from types import CodeType, FunctionType
 from typing import Any, ClassVar, Literal, NamedTuple
 
 from torch import Tensor, nn
@@ -489,23 +488,22 @@ def clock_in(kind: type, function: Any, seen: tuple[Any, ...] = ()) -> str | Non
     package = kind.__module__.partition(".")[0]
     if function in seen or not isinstance(function, FunctionType) or function.__module__.partition(".")[0] != package:
         return None
-    codes, scope = [function.__code__], {**function.__globals__, **getclosurevars(function).nonlocals}
+    names = {**function.__globals__, **getclosurevars(function).nonlocals}
+    attributes = {name: getattr_static(kind, name, None) for name in dir(kind)}
+    loads = {"IMPORT_NAME": sys.modules, "LOAD_GLOBAL": names, "LOAD_DEREF": names}
+    loads |= {"LOAD_ATTR": attributes, "LOAD_METHOD": attributes}
+    codes = [function.__code__]
     for code in codes:
         codes += [each for each in code.co_consts if isinstance(each, CodeType)]
-        for step in dis.get_instructions(code):
-            value: Any = None
-            if step.opname == "IMPORT_NAME":
-                value = sys.modules.get(step.argval)
-            elif step.opname in ("LOAD_GLOBAL", "LOAD_DEREF"):
-                value = scope.get(step.argval)
-            elif step.opname in ("LOAD_ATTR", "LOAD_METHOD"):
-                if step.argval in ("in_steps", "step_seconds"):
-                    return f"run.{step.argval}"
-                value = inspect.getattr_static(kind, step.argval, None)
-            if value is time or value is datetime or getattr(value, "__module__", None) in ("time", "datetime"):
-                return value.__name__ if isinstance(value, ModuleType) else f"{value.__module__}.{value.__name__}"
+        for step in [step for step in dis.get_instructions(code) if step.opname in loads]:
+            if step.argval in ("in_steps", "step_seconds"):
+                return f"run.{step.argval}"
+            value = loads[step.opname].get(step.argval)
+            module, name = getattr(value, "__module__", None), getattr(value, "__name__", None)
+            if value is time or value is datetime or module in ("time", "datetime"):
+                return f"{module}.{name}" if module else name
             if (found := clock_in(kind, value, (*seen, function))) is not None:
-                return f"{found}, in {value.__name__}"
+                return f"{found}, in {name}"
     return None
 
 

@@ -13,11 +13,12 @@ from typing_extensions import override
 
 from lightning_hetero.algorithms.base import Outcome
 from lightning_hetero.algorithms.center import CenteredAverager
-from lightning_hetero.algorithms.fragments import Fragments, StreamingAverager
 from lightning_hetero.algorithms.state import Shared
+from lightning_hetero.algorithms.streaming import StreamingAverager
 from lightning_hetero.argument_checks import outer_rates
 from lightning_hetero.comm.compression import check_wire
 from lightning_hetero.errors import ConfigurationError
+from lightning_hetero.replicas.fragments import Fragments
 from lightning_hetero.replicas.outer_step import OuterStep, OuterSteps
 
 

@@ -11,7 +11,6 @@ from typing_extensions import override
 
 from lightning_hetero.algorithms.async_center import AsyncCenterAverager, Views, check_home
 from lightning_hetero.algorithms.base import Outcome, ReplicaLoss, StepContext
-from lightning_hetero.algorithms.fragments import Fragments, partition
 from lightning_hetero.algorithms.outer_rules import MOMENTUM_RULES, OuterRule
 from lightning_hetero.algorithms.state import Own, PerReplica, Scratch, Shared, model_values, zeros
 from lightning_hetero.argument_checks import at_least_one, is_number, one_of, outer_rates
@@ -20,6 +19,7 @@ from lightning_hetero.comm.centers.client import CenterOptions
 from lightning_hetero.comm.columns import Layout
 from lightning_hetero.comm.compression import Feedback, check_wire
 from lightning_hetero.errors import CheckpointError, ConfigurationError
+from lightning_hetero.replicas.fragments import Fragments, partition
 
 
 @dataclass

@@ -10,8 +10,8 @@ from torch import nn
 from lightning_hetero import StepContext
 from lightning_hetero.algorithms.base import FitInfo, change_layout
 from lightning_hetero.algorithms.diloco import OuterAverager
-from lightning_hetero.algorithms.fragments import Partitioner, balanced_runs
 from lightning_hetero.errors import CheckpointError, ConfigurationError, UnsupportedError
+from lightning_hetero.replicas.fragments import Partitioner, balanced_runs
 
 
 def sizes(module: nn.Module) -> dict[str, int]:
