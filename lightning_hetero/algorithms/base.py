@@ -180,10 +180,12 @@ class ReplicaLoss(NamedTuple):
 
     Attributes:
         former: this replica's state before.
-        context: of its latest step.
+        kept: of each replica that remains, its index before.
+        context: of this replica's latest step.
     """
 
     former: Mapping[str, Any]
+    kept: Sequence[int]
     context: StepContext
 
 

@@ -346,7 +346,7 @@ class Engine:
         theirs = self.links.value_of(furthest, sent)
         averager.setup(averager.replica, self.links, self._optimizers, run)
         write(averager, {**state, **theirs}, Shared, Own, PerReplica)
-        averager.after_restore(ReplicaLoss(state, self.context(epoch_ends=False)))
+        averager.after_restore(ReplicaLoss(state, kept, self.context(epoch_ends=False)))
         self._survived, self._count_before, scratch = None, 0, survived.scratch
         if missed and averager.on_missed(self.windows) == "adopt":
             averager.replica.unpack(averager.reference)

@@ -116,14 +116,17 @@ class GossipAverager(Averager, Generic[T]):
 
     @override
     def before_save(self, lost: Sequence[int] | None = None) -> None:
-        if lost is None:
+        if lost is not None:
+            self.client.lose(lost, self.links)
+
+    @override
+    def after_restore(self, loss: ReplicaLoss | None = None) -> None:
+        if loss is None:
             return
-        self.client.lose(lost, self.links)
         for counts in (self.met, self.missed):  # in place: the client counts on
-            of_survivors = [count for peer, count in sorted(counts.items()) if peer not in lost]
-            numbers = [peer - sum(gone < peer for gone in lost) for peer in sorted(counts) if peer not in lost]
+            of_survivors = {peer: counts[former] for peer, former in enumerate(loss.kept) if former in counts}
             counts.clear()
-            counts.update(dict(zip(numbers, of_survivors, strict=True)))
+            counts.update(of_survivors)
 
     @override
     def status(self, step: int) -> dict[str, float | str]:
@@ -163,15 +166,15 @@ class PushAverager(GossipAverager[PushClients]):
     def before_save(self, lost: Sequence[int] | None = None) -> None:
         super().before_save(lost)  # what was lost with a replica is lost, but not what has come from it
         self.mail = [(number, *push) for number, pushes in enumerate(self.client.waiting()) for push in pushes]
-        if lost is None:
-            return
-        self.mail = [(number, -1, *push) for number, _, *push in self.mail]  # peers have other numbers now
-        if self.client.cut is not None:  # and columns other values
+        if lost is not None and self.client.cut is not None:  # columns will have other values
             self.take_mail()
             self.mail = []
 
     @override
     def after_restore(self, loss: ReplicaLoss | None = None) -> None:
+        super().after_restore(loss)
+        if loss is not None:  # peers have other numbers now
+            self.mail = [(number, -1, *push) for number, _, *push in self.mail]
         self.client.restore([(number, ReceivedPush(*push)) for number, *push in self.mail])
 
     def take_mail(self) -> None:

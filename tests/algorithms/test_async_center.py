@@ -234,7 +234,7 @@ def test_what_a_visit_has_brought_counts_once_if_only_its_answer_was_lost(answer
     averager.momentum, averager.gradient_sum = [], []
     written: list[Sequence[int]] = []
     averager._client = SimpleNamespace(write=lambda values, counts: written.append(counts))  # type: ignore[assignment]
-    averager.after_restore(ReplicaLoss({}, StepContext(16, False, [1, 1])))
+    averager.after_restore(ReplicaLoss({}, [0, 1], StepContext(16, False, [1, 1])))
     to_bring = [float((x - c).mean()) for x, c in zip(averager.replica.pack(), averager.begun_from, strict=True)]
     assert to_bring == [1.0, 1.0 if answered else 0.0]  # of the first fragment, and of the one whose turn it was
     assert averager.counts == [9, 4]

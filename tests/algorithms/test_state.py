@@ -536,7 +536,7 @@ def test_fragments_wait_after_a_loss_in_a_resumed_run_too() -> None:
         return averager
 
     survivor, resumed = streaming(), streaming()
-    survivor.after_restore(ReplicaLoss({"reference": survivor.reference}, StepContext(7, False, [1, 1])))
+    survivor.after_restore(ReplicaLoss({"reference": survivor.reference}, [0, 1], StepContext(7, False, [1, 1])))
     write(resumed, read(survivor))
     assert streaming().beginning(8) == [0]
     assert survivor.beginning(8) == resumed.beginning(8) == []
