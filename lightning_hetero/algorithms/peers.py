@@ -338,8 +338,11 @@ class WeightedPushAverager(PushAverager):
     @override
     def take_mail(self) -> None:
         held = self.held(self.x)
+        before = [z.clone() for z in self.unbiased(held, wide=True)]
         for number, *push in self.mail:
             held[number].take([ReceivedPush(*push)])
+        moved = [z - old for z, old in zip(self.unbiased(held, wide=True), before, strict=True)]
+        self.replica.add(moved, 1.0)  # else the next round would take the mail back: it compares the model with z
         self._keep_evenly(held)
 
     @override

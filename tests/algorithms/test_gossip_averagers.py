@@ -133,3 +133,17 @@ def test_what_came_before_a_replica_was_lost_counts_after_it() -> None:
     take(one, push)
     assert one.weights == [1.5]
     assert torch.allclose(one.x[0], total)
+
+
+def test_mail_is_taken_in_beside_what_the_model_has_learned_since() -> None:
+    """Where columns have other values after a loss, it cannot wait for the next round."""
+    module = nn.Linear(2, 1, bias=False).double()
+    one = push_sum(module)
+    learn(one, [6, 6])
+    total = one.x[0] + 2.0 + 3.0
+    step(module, 2.0)
+    one.mail = [(0, -1, 7, 0.5, [torch.full((2,), 3.0).double()])]
+    one.take_mail()
+    learn(one, [6, 6])
+    assert one.weights == [1.5]
+    assert torch.allclose(one.x[0], total)
