@@ -46,6 +46,9 @@ from lightning_hetero.errors import ConfigurationError, NotFiniteError, Unsuppor
 from lightning_hetero.replicas.optimizer_states import zero_nonfinite_state
 from lightning_hetero.replicas.vectors import LayoutChange, Replica, wide_dtype
 
+__all__ = ["Averager", "FitInfo", "Outcome", "StepContext", "Traits"]
+log = logging.getLogger("lightning_hetero")
+
 
 @dataclass(frozen=True)
 class Traits:
@@ -93,9 +96,6 @@ class Outcome:
     exchanged: bool = False
     warning: str | None = None
     info: str | None = None
-
-
-__all__ = ["Averager", "FitInfo", "Outcome", "StepContext", "Traits"]
 
 
 @dataclass(frozen=True)
@@ -402,8 +402,7 @@ class Averager(Stateful, ABC):
         return self.consensus(context)
 
     def finish(self, context: StepContext) -> Outcome | None:
-        """End of the fit: complete what is in flight and make all replicas equal (collective); here the mean."""
-        self.complete(context)
+        """End of the fit, with nothing under way any more: make all replicas equal (collective); here the mean."""
         self.adopt(self.average(context))
         return None
 
@@ -411,7 +410,7 @@ class Averager(Stateful, ABC):
         """The algorithm's own numbers and words for logs and reports, by name."""
         return {}
 
-    # -- the lifecycle, beyond what follows from the declared state ----------------------------------
+    # -- exchanges in the background ---------------------------------------------------------------
 
     def arrive(self, pending: PendingExchange, step: int) -> None:
         """Apply an exchange that has passed in the background; only algorithms with :class:`InFlight` state need it.
@@ -423,7 +422,10 @@ class Averager(Stateful, ABC):
         raise NotImplementedError  # `setup` refuses an algorithm that lacks it
 
     def complete(self, context: StepContext) -> None:
-        """Complete what is under way from one step to another (collective)."""
+        """Complete what is under way, before the fit ends or other parameters become trainable (collective).
+
+        Here all :class:`InFlight` exchanges arrive.
+        """
         self.arrive_all(list(in_flight(self)), context.step)
 
     def arrive_all(self, arriving: Sequence[PendingExchange], step: int) -> None:
@@ -439,13 +441,16 @@ class Averager(Stateful, ABC):
             remove_pending(self, pending)
             self.arrive(pending, step)
 
+    # -- the lifecycle, beyond what follows from the declared state ----------------------------------
+
     def before_save(self, lost: Sequence[int] | None = None) -> None:
         """Bring the state up to date with what is kept elsewhere, before it is saved (collective).
 
+        It is for a checkpoint, when others join, when other parameters become trainable, and when replicas are lost.
+
         Args:
-            lost: with replicas that were lost, whose indices in the links before these are, the state is kept over the
-                loss. :attr:`links` connects the survivors alone already; what the averager has made of the links before
-                may be broken, and is closed next.
+            lost: indices, in the links before, of replicas that were lost. Then :attr:`links` connects the survivors
+                alone already; what the averager has made of the links before may be broken, and is closed next.
         """
 
     def after_restore(self, loss: ReplicaLoss | None = None) -> None:
@@ -575,9 +580,6 @@ def warn_of_scratch(averager: Averager, dropped: Sequence[str], why: str) -> Non
     """
     if dropped and averager.links.index == 0 and averager.links.is_leader:
         log.warning(f"{type(averager).__name__}: {why}, so this starts over: {'; '.join(dropped)}.")
-
-
-log = logging.getLogger("lightning_hetero")
 
 
 class LowBitAverager(Averager):

@@ -90,7 +90,6 @@ class CenteredAverager(Averager):
 
     @override
     def finish(self, context: StepContext) -> Outcome | None:
-        self.complete(context)
         self.replica.unpack(self.consensus(context))
         if not math.isnan(self._distance):
             return None

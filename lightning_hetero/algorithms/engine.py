@@ -275,7 +275,8 @@ class Engine:
         """Make all replicas equal, at the end of a fit (collective)."""
         averager = self.running
         with explain_nonfinite(self):
-            outcome = averager.finish(self.context(epoch_ends=False))
+            averager.complete(context := self.context(epoch_ends=False))
+            outcome = averager.finish(context)
         self.finished = True
         return outcome
 

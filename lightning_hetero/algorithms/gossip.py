@@ -165,11 +165,6 @@ class FirstComeAverager(PairAverager):
         self.links.gather(None)  # nobody has anything on offer any more
 
     @override
-    def finish(self, context: StepContext) -> None:
-        self.complete(context)
-        super().finish(context)
-
-    @override
     def before_save(self, lost: Sequence[int] | None = None) -> None:
         super().before_save(lost)
         with self.client.paused():  # exchanges that one of a pair has counted the other has, too

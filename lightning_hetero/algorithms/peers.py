@@ -327,7 +327,6 @@ class WeightedPushAverager(PushAverager):
 
     @override
     def finish(self, context: StepContext) -> None:
-        self.complete(context)
         super().finish(context)
         held = self.held(self.x)
         for column, part in zip(held, self.client.parts(self.pack()), strict=True):
