@@ -66,7 +66,7 @@ class PushPullAverager(AsyncCenterAverager, ElasticBase):
         return outcome
 
     def _exchanges(self, step: int) -> bool:
-        return not self.pull.is_zero and step % self.tau == 0
+        return self.moves and step % self.tau == 0
 
     @override
     def before_step(self, context: StepContext) -> None:
