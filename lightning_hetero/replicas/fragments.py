@@ -3,19 +3,19 @@
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 from torch import nn
 
 from lightning_hetero.errors import ConfigurationError
+from lightning_hetero.replicas.vectors import Partition
 
 Fragments = int | Literal["blocks"]
 
 
-@dataclass(frozen=True)
-class Partitioner:
-    """Partition of a model into fragments along its modules, in their order.
+def partition(fragments: Fragments) -> Partition | None:
+    """The partition of a model into fragments along its modules, in their order; ``None``: into one.
 
     Args:
         fragments: how many, of sizes as equal as modules allow; or ``"blocks"``: one for each of the model's repeated
@@ -25,65 +25,64 @@ class Partitioner:
     Raises:
         ConfigurationError: neither a number of at least 1 nor ``"blocks"``.
     """
+    if fragments != "blocks" and (type(fragments) is not int or fragments < 1):
+        raise ConfigurationError(
+            f"fragments={fragments!r} must be a whole number of at least 1 (1: the whole model), or 'blocks'."
+        )
+    return None if fragments == 1 else partial(_cut, fragments)
 
-    fragments: Fragments
 
-    def __post_init__(self) -> None:
-        if self.fragments != "blocks" and (type(self.fragments) is not int or self.fragments < 1):
-            raise ConfigurationError(
-                f"fragments={self.fragments!r} must be a whole number of at least 1 (1: the whole model), or 'blocks'."
-            )
+def _cut(fragments: Fragments, module: nn.Module, sizes: Mapping[str, int]) -> Callable[[str], int]:
+    """Cut a model.
 
-    def __call__(self, module: nn.Module, sizes: Mapping[str, int]) -> Callable[[str], int]:
-        """Cut a model.
+    Args:
+        fragments: see :func:`partition`.
+        module: the model.
+        sizes: of the parameters that are exchanged, by name.
 
-        Args:
-            module: the model.
-            sizes: of the parameters that are exchanged, by name.
+    Returns:
+        A function that gives the number of the fragment of a parameter or buffer, by its name.
 
-        Returns:
-            A function that gives the number of the fragment of a parameter or buffer, by its name.
+    Raises:
+        ConfigurationError: the model has fewer modules, or no blocks.
+    """
+    order = {name: i for i, (name, _) in enumerate(module.named_modules())}
+    starts = _blocks(module, sizes) if fragments == "blocks" else _equal(fragments, sizes)
+    firsts = sorted(order[name] for name in starts)[1:]
+    return lambda name: bisect_right(firsts, order[owning_module(name)])
 
-        Raises:
-            ConfigurationError: the model has fewer modules, or no blocks.
-        """
-        order = {name: i for i, (name, _) in enumerate(module.named_modules())}
-        starts = self._blocks(module, sizes) if self.fragments == "blocks" else self._equal(self.fragments, sizes)
-        firsts = sorted(order[name] for name in starts)[1:]
-        return lambda name: bisect_right(firsts, order[owning_module(name)])
 
-    @staticmethod
-    def _equal(count: int, sizes: Mapping[str, int]) -> list[str]:
-        modules = modules_of(sizes)
-        if len(modules) < count:
-            raise ConfigurationError(
-                f"fragments={count}: the model has {len(modules)} modules with parameters that replicas exchange, and "
-                f"a fragment is at least one of these. Use fragments={max(len(modules), 1)} or less."
-            )
-        return [list(modules)[i] for i in balanced_runs(list(modules.values()), count)]
+def _equal(count: int, sizes: Mapping[str, int]) -> list[str]:
+    modules = modules_of(sizes)
+    if len(modules) < count:
+        raise ConfigurationError(
+            f"fragments={count}: the model has {len(modules)} modules with parameters that replicas exchange, and "
+            f"a fragment is at least one of these. Use fragments={max(len(modules), 1)} or less."
+        )
+    return [list(modules)[i] for i in balanced_runs(list(modules.values()), count)]
 
-    @staticmethod
-    def _blocks(module: nn.Module, sizes: Mapping[str, int]) -> list[str]:
-        within: dict[str, int] = defaultdict(int)  # parameters in a module and its children
-        for name, size in sizes.items():
-            while name:
-                name = owning_module(name)
-                within[name] += size
-        best: list[str] = []
-        for path, parent in module.named_modules():
-            alike: dict[type, list[str]] = defaultdict(list)
-            for name, child in parent.named_children():
-                if within[whole := f"{path}.{name}" if path else name]:
-                    alike[type(child)].append(whole)
-            for blocks in alike.values():
-                if len(blocks) > 1 and sum(map(within.get, blocks)) > sum(map(within.get, best)):  # type: ignore[arg-type]
-                    best = blocks
-        if not best:
-            raise ConfigurationError(
-                "fragments='blocks': no module of the model has two children of the same class with parameters that "
-                "replicas exchange. Give a number of fragments."
-            )
-        return best
+
+def _blocks(module: nn.Module, sizes: Mapping[str, int]) -> list[str]:
+    within: dict[str, int] = defaultdict(int)  # parameters in a module and its children
+    for name, size in sizes.items():
+        while name:
+            name = owning_module(name)
+            within[name] += size
+    best: list[str] = []
+    for path, parent in module.named_modules():
+        alike: dict[type, list[str]] = defaultdict(list)
+        for name, child in parent.named_children():
+            if within[whole := f"{path}.{name}" if path else name]:
+                alike[type(child)].append(whole)
+        for blocks in alike.values():
+            if len(blocks) > 1 and sum(map(within.get, blocks)) > sum(map(within.get, best)):  # type: ignore[arg-type]
+                best = blocks
+    if not best:
+        raise ConfigurationError(
+            "fragments='blocks': no module of the model has two children of the same class with parameters that "
+            "replicas exchange. Give a number of fragments."
+        )
+    return best
 
 
 def modules_of(sizes: Mapping[str, int]) -> dict[str, int]:
@@ -96,16 +95,6 @@ def modules_of(sizes: Mapping[str, int]) -> dict[str, int]:
     for name, size in sizes.items():
         modules[owning_module(name)] += size
     return modules
-
-
-def partition(fragments: Fragments) -> Partitioner | None:
-    """The partition of a model into fragments; ``None``: into one.
-
-    Raises:
-        ConfigurationError: as for :class:`Partitioner`.
-    """
-    cut = Partitioner(fragments)
-    return None if fragments == 1 else cut
 
 
 def owning_module(name: str) -> str:
