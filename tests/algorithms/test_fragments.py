@@ -53,7 +53,7 @@ def momenta(averager: Any) -> list[dict[str, torch.Tensor]]:
 def test_a_parameter_takes_its_outer_momentum_into_another_fragment() -> None:
     model, averager = streaming(2)
     for p, part in enumerate(averager._parts):
-        averager.move(p, [torch.full_like(vector, p + 1.0) for vector in part.center])
+        averager.outer_steps.of_fragments[p].take([torch.full_like(vector, p + 1.0) for vector in part.center])
     before = momenta(averager)
     assert [sorted(of) for of in before] == [["1.bias", "1.weight"], ["2.bias", "2.weight"]]
     model[0].requires_grad_(True)
