@@ -253,12 +253,12 @@ class OuterAverager(LowBitAverager, CenteredAverager):
     def after_restore(self, loss: ReplicaLoss | None = None) -> None:
         if loss is None:
             return
+        if self.delay:  # others may have begun an exchange already, and dropped it, which this replica has yet to begin
+            self.quiet = max(self.links.gather(loss.context.step))
         for part, vectors in zip(self._parts, self.replica.fragments, strict=True):
             if not all(map(torch.equal, part.center, loss.former["reference"][vectors])):
                 self._follow(part)  # it has moved without this replica
         self.at_center = False  # replicas may be steps apart
-        if self.delay:  # others may have begun an exchange already, and dropped it, which this replica has yet to begin
-            self.quiet = max(self.links.gather(loss.context.step))
 
     @override
     def on_missed(self, step: int) -> Literal["adopt", "keep"]:
