@@ -39,8 +39,6 @@ class ExchangeRates:
 
     def observe(self, counts: Sequence[int]) -> None:
         """Take in the exchanges of each replica so far, at an exchange of this one."""
-        if self._seen and len(self._seen[-1][1]) != len(counts):
-            self._seen.clear()  # replicas were lost
         self._seen.append((time.monotonic(), list(counts)))
 
     @property
@@ -205,6 +203,7 @@ class AsyncCenterAverager(CenteredAverager):
             # The center may count a visit whose answer was lost, and which is repeated.
             self.counts = self.links.gather_of_replicas(self.visits)
             self.commits = sum(self.counts)
+            self._rates = ExchangeRates(self.links.index)  # those before were of other replicas
         self._client.write(self.center_vectors, self.counts)
 
     def replace_center(self, context: StepContext) -> None:
