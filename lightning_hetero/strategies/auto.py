@@ -13,7 +13,6 @@ from typing_extensions import override
 from lightning_hetero import lightning_compat
 from lightning_hetero.algorithms.automatic import AutoAverager
 from lightning_hetero.algorithms.base import Averager
-from lightning_hetero.algorithms.fragments import modules_of
 from lightning_hetero.batching.repartition import Repartition
 from lightning_hetero.batching.reports import Report
 from lightning_hetero.batching.sampler import ShareSampler
@@ -28,6 +27,7 @@ from lightning_hetero.errors import ConfigurationError, UnsupportedError
 from lightning_hetero.planning import cluster
 from lightning_hetero.planning.cluster import MEMORY, Cluster, LinkModel
 from lightning_hetero.planning.strategy_choice import AutoLimits, Choice, choose
+from lightning_hetero.replicas.fragments import modules_of
 from lightning_hetero.replicas.sharding import is_sharded
 from lightning_hetero.replicas.vectors import broadcast_values
 from lightning_hetero.strategies.base import HeteroStrategy
