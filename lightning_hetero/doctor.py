@@ -34,7 +34,7 @@ from lightning_hetero.comm.topology import Topology, group_of
 from lightning_hetero.config import lightning_cli
 from lightning_hetero.errors import ConfigurationError, HeteroError, UnsupportedError
 from lightning_hetero.planning import cluster
-from lightning_hetero.planning.cluster import MEMORY, Cluster, LinkModel, MeasuredLink
+from lightning_hetero.planning.cluster import MEMORY, Cluster, LinkModel, MeasuredLink, duration
 from lightning_hetero.planning.plan import FORMAT
 from lightning_hetero.planning.predictions import Prediction, predictions
 from lightning_hetero.planning.strategy_choice import RAREST, AutoLimits, choose
@@ -115,7 +115,7 @@ def advise(
     if chosen is None:
         return Advice(exact.strategy, [*reasons, _too_little(cluster, exact)])
     reasons.append(
-        f"{chosen.strategy} would take {_ms(chosen.step)}, {_times(chosen, exact)} times the samples/s: more than "
+        f"{chosen.strategy} would take {duration(chosen.step)}, {_times(chosen, exact)} times the samples/s: more than "
         f"1 + gain = {1 + AutoLimits().gain:g}. If exactness matters more than time, take hetero_ddp all the same."
     )
     return Advice(chosen.strategy, [*reasons, *_limits(cluster, exact, chosen)])
@@ -128,10 +128,10 @@ def _exact(cluster: Cluster, exact: Prediction) -> list[str]:
     return [
         f"Gradients of all ranks, in a ring over the slowest link {'between nodes' if several else 'of the node'}: "
         f"{2 * (cluster.world - 1)} x ({cluster.size / 1e6:.2f} MB / {cluster.world} / {way.bandwidth / 1e6:.1f} MB/s "
-        f"+ {_ms(way.latency)}) = {_ms(seconds)}, that is {seconds / cluster.split:.2f} steps.",
+        f"+ {duration(way.latency)}) = {duration(seconds)}, that is {seconds / cluster.split:.2f} steps.",
         f"hetero_ddp, which is exact, hides them behind at most {cluster.hidden:.0%} of a step, and waits for the last "
-        f"ones: {_ms(exact.step)} a step, in {_ms(exact.exposed)} ({exact.exposed / exact.step:.0%}) of which ranks "
-        "only communicate.",
+        f"ones: {duration(exact.step)} a step, in {duration(exact.exposed)} ({exact.exposed / exact.step:.0%}) of "
+        "which ranks only communicate.",
     ]
 
 
@@ -141,7 +141,7 @@ def _too_little(cluster: Cluster, exact: Prediction) -> str:
     if other is None:
         return "No strategy that trains replicas apart would be faster."
     return (
-        f"Of those that train replicas apart, {other.strategy} would take {_ms(other.step)}, "
+        f"Of those that train replicas apart, {other.strategy} would take {duration(other.step)}, "
         f"{_times(other, exact)} times the samples/s: not more than 1 + gain = {1 + AutoLimits().gain:g}, so stay "
         "exact."
     )
@@ -152,7 +152,7 @@ def _limits(cluster: Cluster, exact: Prediction, chosen: Prediction) -> list[str
     lines = []
     if not chosen.repeatable or chosen.options.get("wait") == "auto":  # which is measured, and never twice alike
         steady = choose(cluster, exact.step, AutoLimits(deterministic=True)).prediction
-        instead = "hetero_ddp" if steady is None else f"{steady.strategy}, {_ms(steady.step)} a step"
+        instead = "hetero_ddp" if steady is None else f"{steady.strategy}, {duration(steady.step)} a step"
         lines.append(f"It depends on timing: two runs differ. If they must not: {instead}.")
     several = len(cluster.nodes) > 1
     exchange = cluster.across() if several else cluster.gradients()
@@ -161,7 +161,7 @@ def _limits(cluster: Cluster, exact: Prediction, chosen: Prediction) -> list[str
     if chosen.exposed > MUCH * chosen.step and rarer is not None and rarer.step < chosen.step:
         lines.append(
             f"Ranks still only communicate for {chosen.exposed / chosen.step:.0%} of a step. If replicas may meet as "
-            f"rarely as every {every} steps: {rarer.strategy}, {_ms(rarer.step)} a step."
+            f"rarely as every {every} steps: {rarer.strategy}, {duration(rarer.step)} a step."
         )
     if not several:
         lines.append(
@@ -185,8 +185,8 @@ def _step(costs: Sequence[Cost], samples: int, spread: float) -> list[str]:
             "it is quiet; what follows may be wrong."
         )
     if len(costs) == 1:
-        return [*reasons, f"One rank: a step of {samples} samples takes {_ms(even)}; nobody to wait for."]
-    text = f"Step: {_ms(even)} with {samples} samples on each rank"
+        return [*reasons, f"One rank: a step of {samples} samples takes {duration(even)}; nobody to wait for."]
+    text = f"Step: {duration(even)} with {samples} samples on each rank"
     if apart <= spread:
         text += (
             f". Ranks differ by {apart:.0%}, and measurements of one rank by up to {spread:.0%}: it is not clear "
@@ -195,7 +195,7 @@ def _step(costs: Sequence[Cost], samples: int, spread: float) -> list[str]:
         return [*reasons, text]
     sure = "" if spread <= BUSY else "perhaps "
     reasons.append(
-        f"{text}, {sure}{_ms(step)} if they are split by speed ({', '.join(map(str, shares))}): "
+        f"{text}, {sure}{duration(step)} if they are split by speed ({', '.join(map(str, shares))}): "
         f"{sure}{even / step:.2f}x as fast."
     )
     if slow := too_slow(total, costs, noise=[spread] * len(costs)):
@@ -205,10 +205,6 @@ def _step(costs: Sequence[Cost], samples: int, spread: float) -> list[str]:
 
 def _times(one: Prediction, exact: Prediction) -> str:
     return f"{one.speed / exact.speed:.2f}"
-
-
-def _ms(seconds: float) -> str:
-    return f"{1e3 * seconds:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
 
 
 def available(topology: Topology) -> Iterator[tuple[str, str]]:
@@ -547,21 +543,28 @@ def examine(
         check_target(save)
     if (launcher := trainer.strategy.launcher) is None:
         raise ConfigurationError("this environment starts no ranks: run the doctor where ranks can be started.")
+
+    def join() -> tuple[Topology, torch.device]:
+        strategy.setup_environment()
+        return strategy.job.view.topology, strategy.root_device
+
     try:
-        launcher.launch(_take_part, strategy, config, batch_size, save)
+        launcher.launch(_take_part, join, config, batch_size, save)
     finally:
         _end(getattr(launcher, "procs", ()), timeout)
 
 
-def _take_part(strategy: HeteroDDPStrategy, config: Path | None, batch_size: int, save: Path | None) -> None:
-    strategy.setup_environment()
-    topology = strategy.job.view.topology
+def _take_part(
+    join: Callable[[], tuple[Topology, torch.device]], config: Path | None, batch_size: int, save: Path | None
+) -> None:
+    topology, device = join()
     if config is None:
         work = builtin_workload(batch_size)
     else:
-        work = workload_from_config(config, strategy.local_rank == 0, lambda: gather(None, "who has prepared the data"))
+        first = topology.places[topology.rank].local_rank == 0
+        work = workload_from_config(config, first, lambda: gather(None, "who has prepared the data"))
     gather(None, "who is ready")  # so that ranks that share a machine share it while they are measured, as in training
-    speeds = gather(measure_steps(work, strategy.root_device), "the speed of ranks")
+    speeds = gather(measure_steps(work, device), "the speed of ranks")
     near, far = cluster.pairs_to_measure(topology.nodes)
     within, between = cluster.measure_links(near), cluster.measure_links(far)
     if topology.rank == 0:

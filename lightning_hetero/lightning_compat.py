@@ -8,7 +8,7 @@ import os
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -38,6 +38,7 @@ from torch.utils.data import DataLoader, RandomSampler
 
 from lightning_hetero.batching.passes import Passes
 from lightning_hetero.batching.sampler import has_own_batches, is_sharded, shuffles_by_itself
+from lightning_hetero.batching.weights import replaced
 from lightning_hetero.errors import not_none
 
 if TYPE_CHECKING:
@@ -137,11 +138,6 @@ def validates_now(trainer: "pl.Trainer") -> bool:
     return trainer.fit_loop.epoch_loop._should_check_val_fx(trainer.fit_loop._data_fetcher)  # type: ignore[arg-type]
 
 
-def plateaus_step(trainer: "pl.Trainer") -> bool:
-    """Whether ``ReduceLROnPlateau`` looks at a metric after steps, and not at the ends of epochs."""
-    return any(config.reduce_on_plateau and config.interval == "step" for config in trainer.lr_scheduler_configs)
-
-
 def let_plateaus_look(trainer: "pl.Trainer") -> None:
     """At the end of the epoch in which a fit was resumed, let ``ReduceLROnPlateau`` look at its metric if it is there.
 
@@ -149,7 +145,7 @@ def let_plateaus_look(trainer: "pl.Trainer") -> None:
     """
     loop, configs = trainer.fit_loop, trainer.lr_scheduler_configs
     names = {config.monitor for config in configs if config.reduce_on_plateau and config.interval == "epoch"}
-    if not loop.restarting or not names or not loop.epoch_loop._num_ready_batches_reached():
+    if not loop.restarting or not names or not epoch_ends(trainer):
         return
     if lacks := sorted(f"{name}" for name in names if name not in trainer.callback_metrics):
         rank_zero_warn(
@@ -190,14 +186,9 @@ def before_transfer(module: "pl.LightningModule", batch: Any) -> Any:
     return module._on_before_batch_transfer(batch)
 
 
-def transfer_each_pass(module: "pl.LightningModule") -> None:
+def transfer_each_pass(module: "pl.LightningModule", overrides: "Overrides") -> None:
     """Let the user's ``on_before_batch_transfer`` see the batch of each pass."""
-    vars(module)["_on_before_batch_transfer"] = partial(_before_transfer_of_passes, module)  # copies of it work
-
-
-def transfer_as_before(module: "pl.LightningModule") -> None:
-    """End what :func:`transfer_each_pass` has begun; idempotent."""
-    vars(module).pop("_on_before_batch_transfer", None)
+    overrides.put(module, "_on_before_batch_transfer", partial(_before_transfer_of_passes, module))  # copies of it work
 
 
 def _before_transfer_of_passes(module: "pl.LightningModule", batch: Any, dataloader_idx: int = 0) -> Any:
@@ -237,12 +228,8 @@ class ResultOfPasses:
 
 def pass_result(trainer: "pl.Trainer", run: Callable[[], Any]) -> ClosureResult:
     """The result of ``training_step`` for a further pass, which logs as the first one does."""
-    module = trainer.lightning_module
-    before, module._current_fx_name = module._current_fx_name, "training_step"
-    try:
+    with replaced(trainer.lightning_module, "_current_fx_name", "training_step"):
         return ClosureResult.from_training_step_output(run(), trainer.accumulate_grad_batches)
-    finally:
-        module._current_fx_name = before
 
 
 # -- what is logged --------------------------------------------------------------------------------
@@ -345,7 +332,25 @@ def let_callbacks_find(trainer: "pl.Trainer", values: Mapping[str, torch.Tensor]
     trainer._logger_connector._callback_metrics.update(values)
 
 
-class AgreedMetrics:
+class Overrides:
+    """Methods that single objects have in the place of their classes', until :meth:`restore`."""
+
+    def __init__(self) -> None:
+        self._all: list[tuple[Any, str]] = []
+
+    def put(self, owner: Any, name: str, by: Callable) -> None:
+        """Let an object have another method."""
+        vars(owner)[name] = by
+        self._all.append((owner, name))
+
+    def restore(self) -> None:
+        """Give all objects their own methods back; idempotent."""
+        while self._all:
+            owner, name = self._all.pop()
+            vars(owner).pop(name, None)
+
+
+class AgreedMetrics(Overrides):
     """Lets ranks agree on what callbacks go by, before these look at it, until :meth:`restore`.
 
     Ranks must meet where all of them come by, not where some callback asks for a value, perhaps on one rank. In
@@ -360,8 +365,8 @@ class AgreedMetrics:
     def __init__(self, trainer: "pl.Trainer", agree: Callable[[str], None]) -> None:
         connector, loop = trainer._logger_connector, trainer.fit_loop.epoch_loop
         self._stale = {True: True, False: True}  # in training or not: whether something was logged since they agreed
+        super().__init__()
         self._trainer, self._agree = trainer, agree
-        self._replaced: list[tuple[Any, str]] = []
         self._before(connector, "update_eval_epoch_metrics", self._fresh)
         self._before(connector, "on_batch_start", self._logs_follow)
         self._before(loop, "_get_monitor_value", self._if_training)
@@ -378,7 +383,7 @@ class AgreedMetrics:
             if trainer.training:
                 let_plateaus_look(trainer)
 
-        self._replace(connector, "on_epoch_end", on_epoch_end)
+        self.put(connector, "on_epoch_end", on_epoch_end)
 
         def epoch_end_reached() -> None:
             reached()
@@ -387,7 +392,7 @@ class AgreedMetrics:
                 self._fresh()
                 self._logs_follow()
 
-        self._replace(connector, "epoch_end_reached", epoch_end_reached)
+        self.put(connector, "epoch_end_reached", epoch_end_reached)
 
     def _before(self, owner: Any, name: str, call: Callable[[], None]) -> None:
         method = getattr(owner, name)
@@ -396,11 +401,7 @@ class AgreedMetrics:
             call()
             return method(*args, **kwargs)
 
-        self._replace(owner, name, called)
-
-    def _replace(self, owner: Any, name: str, by: Callable) -> None:
-        vars(owner)[name] = by
-        self._replaced.append((owner, name))
+        self.put(owner, name, called)
 
     def _logs_follow(self) -> None:
         self._stale[self._trainer.training] = True
@@ -415,11 +416,6 @@ class AgreedMetrics:
             self._stale[trainer.training] = False
             stepping = trainer._logger_connector._first_loop_iter is not None
             self._agree("evaluation" if not trainer.training else "step" if stepping else "epoch")
-
-    def restore(self) -> None:
-        """Give the Trainer and the callbacks their own methods back; idempotent."""
-        for owner, name in self._replaced:
-            vars(owner).pop(name, None)
 
 
 # -- data ------------------------------------------------------------------------------------------
@@ -550,8 +546,8 @@ def environment_of(trainer: "pl.Trainer") -> Any:
     return trainer._accelerator_connector.cluster_environment
 
 
-class SignalHooks:
-    """Replaces what Lightning does on SIGTERM, until :meth:`restore`.
+def handle_signals(trainer: "pl.Trainer", notify: Callable, notify_here: Callable, after_batch: Callable) -> Overrides:
+    """Replace what Lightning does on SIGTERM, until the result is told to restore it.
 
     Args:
         trainer: before it registers its handlers.
@@ -559,22 +555,12 @@ class SignalHooks:
         notify_here: called on the signal by which SLURM announces a preemption.
         after_batch: called in the place of ``update_lr_schedulers``; the second time for ``"step"`` ends a batch.
     """
-
-    def __init__(self, trainer: "pl.Trainer", notify: Callable, notify_here: Callable, after_batch: Callable) -> None:
-        loop, connector = trainer.fit_loop.epoch_loop, trainer._signal_connector
-        self._replaced = (
-            (loop, "_broadcast_sigterm_tensor", lambda: None),
-            (loop, "update_lr_schedulers", after_batch),
-            (connector, "_sigterm_notifier_fn", notify),
-            (connector, "_slurm_sigusr_handler_fn", notify_here),
-        )
-        for owner, name, by in self._replaced:
-            setattr(owner, name, by)
-
-    def restore(self) -> None:
-        """Give the Trainer its own methods back; idempotent."""
-        for owner, name, _ in self._replaced:
-            vars(owner).pop(name, None)
+    loop, connector, overrides = trainer.fit_loop.epoch_loop, trainer._signal_connector, Overrides()
+    overrides.put(loop, "_broadcast_sigterm_tensor", lambda: None)
+    overrides.put(loop, "update_lr_schedulers", after_batch)
+    overrides.put(connector, "_sigterm_notifier_fn", notify)
+    overrides.put(connector, "_slurm_sigusr_handler_fn", notify_here)
+    return overrides
 
 
 def choose_main_port(environment: ClusterEnvironment, port: int) -> None:
@@ -597,10 +583,5 @@ def set_terminated(trainer: "pl.Trainer") -> None:
 def module_without_values_stays(module: torch.nn.Module | None) -> Iterator[None]:
     """In this block, a teardown does not move a module that is on the meta device: an error came before its values."""
     stays = module is not None and any(parameter.is_meta for parameter in module.parameters())
-    if module is not None and stays:
-        module.cpu = lambda: module  # type: ignore[method-assign]
-    try:
+    with replaced(module, "cpu", lambda: module) if stays else nullcontext():
         yield
-    finally:
-        if module is not None and stays:
-            del module.cpu

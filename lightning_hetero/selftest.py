@@ -351,10 +351,10 @@ class _Module(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9, nesterov=self.nesterov)
 
 
-def _fit(module: _Module, kind: str, strategy: Any, steps: int = STEPS, data: Any = None, **settings: Any) -> Any:
+def _fit(module: _Module, kind: str, strategy: Any, data: Any = None, **settings: Any) -> Any:
     world, width = int(os.environ["WORLD_SIZE"]), module.width
     if data is None:
-        data = torch.randn(steps * BATCH * world, width, generator=torch.Generator().manual_seed(0))
+        data = torch.randn(STEPS * BATCH * world, width, generator=torch.Generator().manual_seed(0))
     off = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
     nodes = int(os.environ.get("GROUP_RANK") is not None and world) or 1
     trainer = pl.Trainer(
@@ -362,7 +362,7 @@ def _fit(module: _Module, kind: str, strategy: Any, steps: int = STEPS, data: An
         devices=world // nodes,
         num_nodes=nodes,
         strategy=strategy,
-        max_steps=steps,
+        max_steps=STEPS,
         max_epochs=-1,
         **{**off, **settings},
     )

@@ -3,15 +3,14 @@
 import time
 from abc import abstractmethod
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_hetero.algorithms.base import Outcome, StepContext
+from lightning_hetero.algorithms.base import Outcome, ReplicaLoss, StepContext
 from lightning_hetero.algorithms.center import CenteredAverager
 from lightning_hetero.algorithms.state import Own, PerReplica
 from lightning_hetero.comm.centers.base import Center, CenterInColumns, CenterLayout
@@ -40,8 +39,6 @@ class ExchangeRates:
 
     def observe(self, counts: Sequence[int]) -> None:
         """Take in the exchanges of each replica so far, at an exchange of this one."""
-        if self._seen and len(self._seen[-1][1]) != len(counts):
-            self._seen.clear()  # replicas were lost
         self._seen.append((time.monotonic(), list(counts)))
 
     @property
@@ -92,10 +89,12 @@ class AsyncCenterAverager(CenteredAverager):
 
     Attributes:
         counts: of each replica, its exchanges with the center, as far as this one has seen.
+        visits: of this replica, as far as it has got the answers.
     """
 
     traits = replace(CenteredAverager.traits, lockstep=False)
     counts = PerReplica[list[int]](lambda averager: [0] * averager.links.count)
+    visits = Own[int](0)
     _rates = Own[ExchangeRates](lambda averager: ExchangeRates(averager.links.index))
     _center: Center
 
@@ -184,28 +183,28 @@ class AsyncCenterAverager(CenteredAverager):
         return super().consensus(context)
 
     @override
-    def before_save(self) -> None:
-        self.counts = self._client.read(self.center_vectors)
-        self.commits = sum(self.counts)
-
-    @override
-    def after_restore(self) -> None:
-        self._client.write(self.center_vectors, self.counts)
-
-    @override
-    def absorb_arrived(self, lost: Sequence[int]) -> None:
-        self.commits = -1
-        if (found := self._center.peek()) is not None:  # it lives here; the others get it from this replica
+    def before_save(self, lost: Sequence[int] | None = None) -> None:
+        if lost is None:
+            self.counts = self._client.read(self.center_vectors)
+        elif (found := self._center.peek()) is None:  # another replica has it, or it was lost with its host
+            self.commits = -1
+            return
+        else:
             for own, value in zip(self.center_vectors, found[0], strict=True):
                 own.copy_(value)
             self.counts = list(found[1])
-            self.commits = sum(self.counts)
+        self.commits = sum(self.counts)
 
     @override
-    def after_loss(self, former: Mapping[str, Any], step: int, context: StepContext) -> None:
-        if self.commits < 0:
-            self.replace_center(context)
-        self.commits = sum(self.counts)
+    def after_restore(self, loss: ReplicaLoss | None = None) -> None:
+        if loss is not None:
+            if self.commits < 0:
+                self.replace_center(loss.context)
+            # The center may count a visit whose answer was lost, and which is repeated.
+            self.counts = self.links.gather_of_replicas(self.visits)
+            self.commits = sum(self.counts)
+            self._rates = ExchangeRates(self.links.index)  # those before were of other replicas
+        self._client.write(self.center_vectors, self.counts)
 
     def replace_center(self, context: StepContext) -> None:
         """The center was lost with its host: begin again with the mean of the replicas that remain (collective)."""

@@ -2,7 +2,6 @@
 
 import datetime
 import dis
-import inspect
 import logging
 import math
 import sys
@@ -10,8 +9,8 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from inspect import getclosurevars
-from types import CodeType, FunctionType, ModuleType
+from inspect import getattr_static, getclosurevars
+from types import CodeType, FunctionType
 from typing import Any, ClassVar, Literal, NamedTuple
 
 from torch import Tensor, nn
@@ -46,6 +45,9 @@ from lightning_hetero.comm.topology import Topology
 from lightning_hetero.errors import ConfigurationError, NotFiniteError, UnsupportedError
 from lightning_hetero.replicas.optimizer_states import zero_nonfinite_state
 from lightning_hetero.replicas.vectors import LayoutChange, Replica, wide_dtype
+
+__all__ = ["Averager", "FitInfo", "Outcome", "StepContext", "Traits"]
+log = logging.getLogger("lightning_hetero")
 
 
 @dataclass(frozen=True)
@@ -94,9 +96,6 @@ class Outcome:
     exchanged: bool = False
     warning: str | None = None
     info: str | None = None
-
-
-__all__ = ["Averager", "FitInfo", "Outcome", "StepContext", "Traits"]
 
 
 @dataclass(frozen=True)
@@ -174,6 +173,20 @@ class StepContext(NamedTuple):
     samples_per_replica: Sequence[int]
     training_loss: Callable[[], float] = lambda: math.nan
     metric: Callable[[str], float | None] = lambda name: None
+
+
+class ReplicaLoss(NamedTuple):
+    """Loss of replicas, as one that remains sees it.
+
+    Attributes:
+        former: this replica's state before.
+        kept: of each replica that remains, its index before.
+        context: of this replica's latest step.
+    """
+
+    former: Mapping[str, Any]
+    kept: Sequence[int]
+    context: StepContext
 
 
 #: Attributes that only the base, and algorithms of this package, set.
@@ -389,8 +402,7 @@ class Averager(Stateful, ABC):
         return self.consensus(context)
 
     def finish(self, context: StepContext) -> Outcome | None:
-        """End of the fit: complete what is in flight and make all replicas equal (collective); here the mean."""
-        self.complete(context)
+        """End of the fit, with nothing under way any more: make all replicas equal (collective); here the mean."""
         self.adopt(self.average(context))
         return None
 
@@ -398,7 +410,7 @@ class Averager(Stateful, ABC):
         """The algorithm's own numbers and words for logs and reports, by name."""
         return {}
 
-    # -- the lifecycle, beyond what follows from the declared state ----------------------------------
+    # -- exchanges in the background ---------------------------------------------------------------
 
     def arrive(self, pending: PendingExchange, step: int) -> None:
         """Apply an exchange that has passed in the background; only algorithms with :class:`InFlight` state need it.
@@ -410,7 +422,10 @@ class Averager(Stateful, ABC):
         raise NotImplementedError  # `setup` refuses an algorithm that lacks it
 
     def complete(self, context: StepContext) -> None:
-        """Complete what is under way from one step to another (collective)."""
+        """Complete what is under way, before the fit ends or other parameters become trainable (collective).
+
+        Here all :class:`InFlight` exchanges arrive.
+        """
         self.arrive_all(list(in_flight(self)), context.step)
 
     def arrive_all(self, arriving: Sequence[PendingExchange], step: int) -> None:
@@ -426,29 +441,23 @@ class Averager(Stateful, ABC):
             remove_pending(self, pending)
             self.arrive(pending, step)
 
-    def before_save(self) -> None:
-        """Bring the state up to date with what is kept elsewhere, before it is saved (collective)."""
+    # -- the lifecycle, beyond what follows from the declared state ----------------------------------
 
-    def after_restore(self) -> None:
-        """Bring what is kept elsewhere up to date with the state, which has been restored (collective)."""
+    def before_save(self, lost: Sequence[int] | None = None) -> None:
+        """Bring the state up to date with what is kept elsewhere, before it is saved (collective).
 
-    def absorb_arrived(self, lost: Sequence[int]) -> None:
-        """Replicas were lost: take into the state what has arrived, before connections are closed.
-
-        It is called on all survivors. :attr:`links` connects these alone already; what the averager has made of the
-        links before may be broken.
+        It is for a checkpoint, when others join, when other parameters become trainable, and when replicas are lost.
 
         Args:
-            lost: the indices of these replicas in the links before.
+            lost: indices, in the links before, of replicas that were lost. Then :attr:`links` connects the survivors
+                alone already; what the averager has made of the links before may be broken, and is closed next.
         """
 
-    def after_loss(self, former: Mapping[str, Any], step: int, context: StepContext) -> None:
-        """Repair what does not follow from the roles; the state is that of the survivors now (collective over them).
+    def after_restore(self, loss: ReplicaLoss | None = None) -> None:
+        """Bring what is kept elsewhere up to date with the state, which has been restored (collective).
 
         Args:
-            former: this replica's state before the loss.
-            step: optimizer steps of the survivor that has taken most.
-            context: of this replica's latest step.
+            loss: the state is that of the survivors of this loss. Repair what does not follow from the roles.
         """
 
     def on_missed(self, step: int) -> Literal["adopt", "keep"]:
@@ -486,23 +495,22 @@ def clock_in(kind: type, function: Any, seen: tuple[Any, ...] = ()) -> str | Non
     package = kind.__module__.partition(".")[0]
     if function in seen or not isinstance(function, FunctionType) or function.__module__.partition(".")[0] != package:
         return None
-    codes, scope = [function.__code__], {**function.__globals__, **getclosurevars(function).nonlocals}
+    names = {**function.__globals__, **getclosurevars(function).nonlocals}
+    attributes = {name: getattr_static(kind, name, None) for name in dir(kind)}
+    loads = {"IMPORT_NAME": sys.modules, "LOAD_GLOBAL": names, "LOAD_DEREF": names}
+    loads |= {"LOAD_ATTR": attributes, "LOAD_METHOD": attributes}
+    codes = [function.__code__]
     for code in codes:
         codes += [each for each in code.co_consts if isinstance(each, CodeType)]
-        for step in dis.get_instructions(code):
-            value: Any = None
-            if step.opname == "IMPORT_NAME":
-                value = sys.modules.get(step.argval)
-            elif step.opname in ("LOAD_GLOBAL", "LOAD_DEREF"):
-                value = scope.get(step.argval)
-            elif step.opname in ("LOAD_ATTR", "LOAD_METHOD"):
-                if step.argval in ("in_steps", "step_seconds"):
-                    return f"run.{step.argval}"
-                value = inspect.getattr_static(kind, step.argval, None)
-            if value is time or value is datetime or getattr(value, "__module__", None) in ("time", "datetime"):
-                return value.__name__ if isinstance(value, ModuleType) else f"{value.__module__}.{value.__name__}"
+        for step in [step for step in dis.get_instructions(code) if step.opname in loads]:
+            if step.argval in ("in_steps", "step_seconds"):
+                return f"run.{step.argval}"
+            value = loads[step.opname].get(step.argval)
+            module, name = getattr(value, "__module__", None), getattr(value, "__name__", None)
+            if value is time or value is datetime or module in ("time", "datetime"):
+                return f"{module}.{name}" if module else name
             if (found := clock_in(kind, value, (*seen, function))) is not None:
-                return f"{found}, in {value.__name__}"
+                return f"{found}, in {name}"
     return None
 
 
@@ -572,9 +580,6 @@ def warn_of_scratch(averager: Averager, dropped: Sequence[str], why: str) -> Non
     """
     if dropped and averager.links.index == 0 and averager.links.is_leader:
         log.warning(f"{type(averager).__name__}: {why}, so this starts over: {'; '.join(dropped)}.")
-
-
-log = logging.getLogger("lightning_hetero")
 
 
 class LowBitAverager(Averager):

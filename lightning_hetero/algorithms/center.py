@@ -89,13 +89,7 @@ class CenteredAverager(Averager):
         return [*self.last_center, *mean]
 
     @override
-    def join_values(self, context: StepContext) -> list[Tensor]:
-        # The center is some exchanges behind the replicas: what they have learned since would be lost.
-        return super().consensus(context)
-
-    @override
     def finish(self, context: StepContext) -> Outcome | None:
-        self.complete(context)
         self.replica.unpack(self.consensus(context))
         if not math.isnan(self._distance):
             return None

@@ -1,17 +1,16 @@
 """Asynchronous DiLoCo: each replica sends its outer gradient to a center when its local steps are done."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
 from lightning_hetero.algorithms.async_center import AsyncCenterAverager, Views, check_home
-from lightning_hetero.algorithms.base import Outcome, StepContext
-from lightning_hetero.algorithms.fragments import Fragments, partition
+from lightning_hetero.algorithms.base import Outcome, ReplicaLoss, StepContext
 from lightning_hetero.algorithms.outer_rules import MOMENTUM_RULES, OuterRule
 from lightning_hetero.algorithms.state import Own, PerReplica, Scratch, Shared, model_values, zeros
 from lightning_hetero.argument_checks import at_least_one, is_number, one_of, outer_rates
@@ -20,6 +19,7 @@ from lightning_hetero.comm.centers.client import CenterOptions
 from lightning_hetero.comm.columns import Layout
 from lightning_hetero.comm.compression import Feedback, check_wire
 from lightning_hetero.errors import CheckpointError, ConfigurationError
+from lightning_hetero.replicas.fragments import Fragments, partition
 
 
 @dataclass
@@ -91,7 +91,6 @@ class OuterAsyncAverager(AsyncCenterAverager):
     begun_from = Own[list[Tensor]](model_values)
     last_step = Own[int](-1)
     local_steps = Own[int](lambda averager: averager.tau)
-    visits = Own[int](0)
     visits_before = Own[int](0)  # with a quorum: those that the steps before this fit stand for
     feedback = Scratch[Feedback | None](
         lambda averager: averager.make_feedback(), "error feedback, which is what earlier messages have left out"
@@ -211,10 +210,6 @@ class OuterAsyncAverager(AsyncCenterAverager):
         return outcome
 
     @override
-    def join_values(self, context: StepContext) -> list[Tensor]:
-        return self.consensus(context)  # it has both: the center, and what replicas have learned since
-
-    @override
     def before_step(self, context: StepContext) -> None:
         if self.last_step < 0:
             self.last_step = context.step
@@ -266,7 +261,7 @@ class OuterAsyncAverager(AsyncCenterAverager):
         speeds[self.links.index] = max(0.0, self.run.in_steps(1.0))  # 0 while it is NaN
         late[self.links.index] = 1
         seen = self._client.push_pull([*moved, speeds, late], push, p, self.next_round)()
-        self.observe_late(late)
+        self.late.copy_(late)
         self._rates.observe(seen.counts)
         self._distance = math.sqrt(seen.square)
         for start, value in zip(begun_from, moved, strict=True):
@@ -276,9 +271,6 @@ class OuterAsyncAverager(AsyncCenterAverager):
         else:
             self.restart_from(self.begun_from)
         self.visits, self.last_step, self.local_steps = self.visits + 1, context.step, self.steps_by(speeds)
-
-    def observe_late(self, late: Tensor) -> None:
-        """Take in, at a visit, how many parts of each replica came after their round."""
 
     def steps_by(self, speeds: Tensor) -> int:
         """Local steps by speed; the same on all ranks of the replica, unless each has a shard, and its own table."""
@@ -291,7 +283,7 @@ class OuterAsyncAverager(AsyncCenterAverager):
         return {**super().status(step), "local_steps": float(self.local_steps)}
 
     @override
-    def after_restore(self) -> None:
+    def after_restore(self, loss: ReplicaLoss | None = None) -> None:
         if self.rule != self.rule_name:
             raise CheckpointError(
                 f"The checkpoint was saved with {self.rule}, here it is {self.rule_name}: the center's momentum has "
@@ -299,17 +291,12 @@ class OuterAsyncAverager(AsyncCenterAverager):
                 "weights into the model, and begin a fit without the checkpoint."
             )
         self.local_steps = min(self.local_steps, self.tau)  # it was saved with another tau if they are more
-        super().after_restore()
-
-    @override
-    def after_loss(self, former: Mapping[str, Any], step: int, context: StepContext) -> None:
-        if self.commits >= 0 and self.counts[self.links.index] > self.visits:
+        if loss is not None and self.commits >= 0 and self.counts[self.links.index] > self.visits:
             # The center has what the visit has brought, and only its answer was lost: the visit is repeated.
             vectors, replica = self._parts[self.next_fragment]
             for start, value in zip(self.begun_from[vectors], replica.pack(), strict=True):
                 start.copy_(value)
-        self.counts = self.links.gather_of_replicas(self.visits)
-        super().after_loss(former, step, context)
+        super().after_restore(loss)
 
     @override
     def replace_center(self, context: StepContext) -> None:

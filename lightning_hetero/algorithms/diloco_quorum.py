@@ -1,15 +1,14 @@
 """DiLoCo with a quorum: an outer step waits for so many replicas, and late ones take part in the next outer step."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 from torch import Tensor
 from typing_extensions import override
 
 from lightning_hetero.algorithms.async_center import ExchangeRates
-from lightning_hetero.algorithms.base import Outcome, StepContext
+from lightning_hetero.algorithms.base import Outcome, ReplicaLoss, StepContext
 from lightning_hetero.algorithms.diloco_async import OuterAsyncAverager
 from lightning_hetero.algorithms.outer_rules import OuterRule, RoundStep
 from lightning_hetero.comm.centers.rounds import Quorum
@@ -52,8 +51,6 @@ class QuorumAverager(OuterAsyncAverager):
     @override
     def prepare(self) -> Outcome | None:
         begins = not hasattr(self, "_parts")  # else replicas may be lost, and all that remain are the quorum
-        self._lost = False  # replicas, just now
-        self._late = self.late  # as this replica last saw it
         if not_none(self.quorum, "the quorum") > self.links.count and begins:
             raise ConfigurationError(
                 f"quorum={self.quorum}: there are {self.links.count} replicas. Use at most as many."
@@ -89,12 +86,8 @@ class QuorumAverager(OuterAsyncAverager):
         return self.tau
 
     @override
-    def observe_late(self, late: Tensor) -> None:
-        self._late = late
-
-    @override
     def status(self, step: int) -> dict[str, float | str]:
-        return {**super().status(step), **{f"late/replica{i}": float(n) for i, n in enumerate(self._late)}}
+        return {**super().status(step), **{f"late/replica{i}": float(n) for i, n in enumerate(self.late)}}
 
     @override
     def add_arrived(self, values: Sequence[Tensor]) -> None:
@@ -111,14 +104,14 @@ class QuorumAverager(OuterAsyncAverager):
         return outcome
 
     @override
-    def before_save(self) -> None:
-        super().before_save()
-        self._late = self.late
-
-    @override
-    def after_restore(self) -> None:
+    def after_restore(self, loss: ReplicaLoss | None = None) -> None:
         begins = self.last_step < 0
-        if not self._lost and (begins or self.local_steps != self.tau):
+        if loss is not None:
+            self.arrivals.zero_()  # who waited comes again
+            most = max(self.links.gather_of_replicas(self.visits))
+            for p, closed in enumerate(self.closed_rounds):
+                closed.clamp_(min=self._rounds_of(p, most))
+        elif begins or self.local_steps != self.tau:
             # All are at one step, and no round is open: rounds begin again.
             if begins:  # the weights that all begin from hold what waited for its outer step
                 self._forget_waiting()
@@ -127,20 +120,11 @@ class QuorumAverager(OuterAsyncAverager):
             self.closed_rounds.zero_()
             self.counts = [0] * self.links.count
             self._rates = ExchangeRates(self.links.index)
-        self._lost, self._late = False, self.late
-        super().after_restore()
+        super().after_restore(loss)
 
     def _forget_waiting(self) -> None:
         for waiting in (*self.gradient_sum, *self.replica.views(self.momentum)[1]):  # there are weights of buffers
             waiting.zero_()
-
-    @override
-    def after_loss(self, former: Mapping[str, Any], step: int, context: StepContext) -> None:
-        super().after_loss(former, step, context)
-        self.arrivals.zero_()  # who waited comes again
-        for p, closed in enumerate(self.closed_rounds):
-            closed.clamp_(min=self._rounds_of(p, max(self.counts)))
-        self._lost = True
 
     @override
     def replace_center(self, context: StepContext) -> None:

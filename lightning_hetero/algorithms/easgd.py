@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from torch import Tensor
@@ -18,64 +18,6 @@ from lightning_hetero.comm.compression import check_wire
 from lightning_hetero.comm.staging import memory_like
 from lightning_hetero.errors import ConfigurationError, UnsupportedError
 from lightning_hetero.replicas.sharding import local
-
-
-@dataclass(frozen=True)
-class ElasticForce:
-    """Strength of the pull between replicas and their center. Give one of the first two at most.
-
-    Attributes:
-        moving_rate: alpha; ``"auto"``: beta / p, with p replicas and, if it is not given, beta = 0.9, as in the paper.
-            Default: ``"auto"``, unless ``rho`` is given.
-        rho: alpha = eta rho, with eta the learning rate of the first parameter group of the first optimizer.
-        beta: of the center. Default: p alpha, the symmetric case.
-
-    Raises:
-        ConfigurationError: both of the first two, or what is no number of at least 0.
-    """
-
-    moving_rate: float | Literal["auto"] | None = None
-    rho: float | None = None
-    beta: float | None = None
-
-    def __post_init__(self) -> None:
-        if self.moving_rate is None and self.rho is None:
-            object.__setattr__(self, "moving_rate", "auto")
-        elif self.moving_rate is not None and self.rho is not None:
-            raise ConfigurationError(
-                f"moving_rate={self.moving_rate!r}, rho={self.rho!r}: both are given; give one. moving_rate is alpha "
-                "itself, with 'auto' for 0.9 / number of replicas; rho gives alpha = learning rate * rho."
-            )
-        for name, value in asdict(self).items():
-            fits = value is None or (is_number(value) and value >= 0)
-            if not fits and (name, value) != ("moving_rate", "auto"):
-                raise ConfigurationError(f"{name}={value!r} must be a number of at least 0.")
-
-    def alpha(self, optimizers: Sequence[Optimizer], replicas: int) -> float:
-        """Of the step that is to come, or has just been taken.
-
-        Raises:
-            ConfigurationError: ``rho`` needs a learning rate, and there is no optimizer.
-        """
-        if self.rho is not None:
-            if not optimizers:
-                raise ConfigurationError(
-                    f"rho={self.rho!r} gives alpha = learning rate * rho, but configure_optimizers gave no optimizer. "
-                    "Give moving_rate instead."
-                )
-            return float(optimizers[0].param_groups[0]["lr"]) * self.rho
-        if self.moving_rate is None or self.moving_rate == "auto":
-            return (0.9 if self.beta is None else self.beta) / replicas
-        return self.moving_rate
-
-    def of_center(self, alpha: float, replicas: int) -> float:
-        """Beta: of the center."""
-        return replicas * alpha if self.beta is None else self.beta
-
-    @property
-    def is_zero(self) -> bool:
-        """Whether nothing ever moves, whatever the learning rate."""
-        return not (self.moving_rate or self.rho or self.beta)
 
 
 @dataclass
@@ -100,9 +42,6 @@ class ElasticBase(CenteredAverager):
 
     Raises:
         ConfigurationError: a value that cannot work; when training starts: an unstable one.
-
-    Attributes:
-        pull: alpha and beta.
     """
 
     tau: int = 10
@@ -110,13 +49,22 @@ class ElasticBase(CenteredAverager):
     rho: float | None = None
     beta: float | None = None
     wire: str = "fp32"
-    pull: ElasticForce = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         at_least_one("tau", self.tau)
-        self.pull = ElasticForce(self.moving_rate, self.rho, self.beta)
-        self.moving_rate = self.pull.moving_rate
+        if self.moving_rate is None and self.rho is None:
+            self.moving_rate = "auto"
+        elif self.moving_rate is not None and self.rho is not None:
+            raise ConfigurationError(
+                f"moving_rate={self.moving_rate!r}, rho={self.rho!r}: both are given; give one. moving_rate is alpha "
+                "itself, with 'auto' for 0.9 / number of replicas; rho gives alpha = learning rate * rho."
+            )
+        for name in ("moving_rate", "rho", "beta"):
+            value = getattr(self, name)
+            fits = value is None or (is_number(value) and value >= 0)
+            if not fits and (name, value) != ("moving_rate", "auto"):
+                raise ConfigurationError(f"{name}={value!r} must be a number of at least 0.")
         check_wire(self.wire)
 
     @override
@@ -128,12 +76,39 @@ class ElasticBase(CenteredAverager):
     @override
     def uses_center(self) -> bool:
         # A center that never moves: nothing is sent, for the mean neither.
-        return self.pull.is_zero or super().uses_center
+        return not self.moves or super().uses_center
+
+    @override
+    def join_values(self, context: StepContext) -> list[Tensor]:
+        # The center is some exchanges behind the replicas: what they have learned since would be lost.
+        return self.average(context).mean
+
+    @property
+    def moves(self) -> bool:
+        """Whether anything ever moves; false if alpha and beta are 0, whatever the learning rate."""
+        return bool(self.moving_rate or self.rho or self.beta)
 
     def strength(self) -> tuple[float, float]:
-        """Alpha and beta, of the step that is to come, or has just been taken."""
-        alpha = self.pull.alpha(self.optimizers, self.links.count)
-        return alpha, self.pull.of_center(alpha, self.links.count)
+        """Alpha and beta, of the step that is to come, or has just been taken.
+
+        Raises:
+            ConfigurationError: ``rho`` needs a learning rate, and there is no optimizer.
+        """
+        alpha = self.moving_rate
+        if self.rho is not None:
+            if not self.optimizers:
+                raise ConfigurationError(
+                    f"rho={self.rho!r} gives alpha = learning rate * rho, but configure_optimizers gave no optimizer. "
+                    "Give moving_rate instead."
+                )
+            alpha = float(self.optimizers[0].param_groups[0]["lr"]) * self.rho
+        elif alpha is None or alpha == "auto":
+            alpha = (0.9 if self.beta is None else self.beta) / self.links.count
+        return alpha, self.strength_of_center(alpha)
+
+    def strength_of_center(self, alpha: float) -> float:
+        """Beta, if this is alpha."""
+        return self.links.count * alpha if self.beta is None else self.beta
 
 
 @dataclass
@@ -168,7 +143,7 @@ class ElasticAverager(ElasticBase, LowBitAverager):
 
     @override
     def due(self, context: StepContext) -> bool:
-        return not self.pull.is_zero and context.step % self.tau == 0
+        return self.moves and context.step % self.tau == 0
 
     @override
     def on_missed(self, step: int) -> Literal["adopt", "keep"]:
@@ -219,7 +194,7 @@ class ElasticAverager(ElasticBase, LowBitAverager):
             What to warn the user of, if anything.
         """
         alpha = average.payloads[0]
-        beta = self.pull.of_center(alpha, self.links.count)
+        beta = self.strength_of_center(alpha)
         warning = stability(alpha, beta) if self.alpha < alpha else None
         self.alpha = alpha
         self.replica.add(own, -alpha)

@@ -1,17 +1,15 @@
 """Asynchronous EASGD: replicas exchange with the center one by one, each whenever it is ready."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 from typing_extensions import override
 
 from lightning_hetero.algorithms.async_center import AsyncCenterAverager, Views, check_home
 from lightning_hetero.algorithms.base import Outcome, StepContext
 from lightning_hetero.algorithms.easgd import ElasticBase, check_momentum, stability
-from lightning_hetero.algorithms.state import Own
 from lightning_hetero.argument_checks import one_of
 from lightning_hetero.comm.centers.base import PushPull
 from lightning_hetero.comm.centers.client import CenterOptions, Home
@@ -42,13 +40,11 @@ class PushPullAverager(AsyncCenterAverager, ElasticBase):
         overlap: ``False``: an exchange comes before the step rather than in its background.
         locked: whether exchanges wait for each other.
         in_turn: whether replicas are served in their order, over and over.
-        completed: exchanges of this replica.
     """
 
     overlap, locked, in_turn = True, True, False
     center: Home = "auto"
     debias: bool = False
-    completed = Own[int](0)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -70,7 +66,7 @@ class PushPullAverager(AsyncCenterAverager, ElasticBase):
         return outcome
 
     def _exchanges(self, step: int) -> bool:
-        return not self.pull.is_zero and step % self.tau == 0
+        return self.moves and step % self.tau == 0
 
     @override
     def before_step(self, context: StepContext) -> None:
@@ -87,7 +83,7 @@ class PushPullAverager(AsyncCenterAverager, ElasticBase):
 
     def _end(self, exchange: Callable[[], PushPull], alpha: float, healthy: bool) -> Outcome:
         seen = exchange()
-        self.completed += 1
+        self.visits += 1
         self._rates.observe(seen.counts)
         self._distance = math.sqrt(seen.square) if seen.square >= 0 else math.nan
         if not healthy:
@@ -118,12 +114,6 @@ class PushPullAverager(AsyncCenterAverager, ElasticBase):
             exchange = lambda: seen  # noqa: E731
         self._exchange = partial(self._end, exchange, alpha, healthy)
         return self._exchange
-
-    @override
-    def after_loss(self, former: Mapping[str, Any], step: int, context: StepContext) -> None:
-        # By the replicas' own counts: the center may count an exchange whose answer was lost, and which is repeated.
-        self.counts = self.links.gather_of_replicas(self.completed)
-        super().after_loss(former, step, context)
 
 
 @dataclass

@@ -13,6 +13,7 @@ from lightning_hetero.algorithms.base import (
     Averager,
     FitInfo,
     Outcome,
+    ReplicaLoss,
     StepContext,
     change_layout,
     warn_of_scratch,
@@ -274,7 +275,8 @@ class Engine:
         """Make all replicas equal, at the end of a fit (collective)."""
         averager = self.running
         with explain_nonfinite(self):
-            outcome = averager.finish(self.context(epoch_ends=False))
+            averager.complete(context := self.context(epoch_ends=False))
+            outcome = averager.finish(context)
         self.finished = True
         return outcome
 
@@ -331,13 +333,13 @@ class Engine:
             averager.run = run
             return
         if (survived := self._survived) is None:
-            averager.absorb_arrived([index for index in range(self._count_before) if index not in kept])
+            averager.before_save(lost=[index for index in range(self._count_before) if index not in kept])
             dropped, scratch = drop_in_flight(averager), scratch_in_use(averager)
             # Another rank may be lost before this ends: then it is done again, and the averager has lost its state.
             survived = self._survived = SurvivingState(read(averager), bool(dropped), scratch)
         state = select(averager, survived.state, kept)
         averager.close()
-        progress = self.links.gather((state["commits"], self.exchanged, self.windows, survived.under_way))
+        progress = self.links.gather((state["commits"], self.exchanged, survived.under_way))
         furthest = max(range(len(progress)), key=lambda rank: progress[rank][:2])
         equal = len({commits for commits, *_ in progress}) == 1  # then vectors are, too
         names = [field.name for field in fields_of(type(averager), Shared, PerReplica)]
@@ -345,9 +347,7 @@ class Engine:
         theirs = self.links.value_of(furthest, sent)
         averager.setup(averager.replica, self.links, self._optimizers, run)
         write(averager, {**state, **theirs}, Shared, Own, PerReplica)
-        context = self.context(epoch_ends=False)
-        averager.after_loss(state, max(windows for _, _, windows, _ in progress), context)
-        averager.after_restore()
+        averager.after_restore(ReplicaLoss(state, kept, self.context(epoch_ends=False)))
         self._survived, self._count_before, scratch = None, 0, survived.scratch
         if missed and averager.on_missed(self.windows) == "adopt":
             averager.replica.unpack(averager.reference)

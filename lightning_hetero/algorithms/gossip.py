@@ -1,5 +1,6 @@
 """Gossip: replicas average in pairs, without a center and without a collective."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -164,11 +165,7 @@ class FirstComeAverager(PairAverager):
         self.links.gather(None)  # nobody has anything on offer any more
 
     @override
-    def finish(self, context: StepContext) -> None:
-        self.complete(context)
-        super().finish(context)
-
-    @override
-    def before_save(self) -> None:
+    def before_save(self, lost: Sequence[int] | None = None) -> None:
+        super().before_save(lost)
         with self.client.paused():  # exchanges that one of a pair has counted the other has, too
             self._collect(withdraw=self.links.in_columns is not None)  # some columns may have exchanged, others not

@@ -12,6 +12,10 @@ role            what it is                               checkpoint  a replica i
 
 When parameters become trainable, or frozen, exchanges under way are completed, vectors are brought into the new layout,
 in which added values start by the field's rule, and `Scratch` starts over.
+
+What does not follow from roles has one of four hooks of an averager: `before_save` and `after_restore` for what threads
+and peers hold, `complete` for what is under way besides `InFlight`, `join_values` if newcomers must not begin with the
+consensus.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence

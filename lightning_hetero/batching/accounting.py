@@ -71,7 +71,7 @@ class BackgroundPlans(Protocol):
     def meet(self, step: int, reports: Sequence[Report]) -> None:
         """Follow a better plan at once, where all ranks have met (collective)."""
 
-    def settle(self, gather: Callable[[Any], Sequence[Any]]) -> None:
+    def settle(self) -> None:
         """End with the same plan on all ranks (collective)."""
 
     def close(self) -> None:
@@ -149,10 +149,8 @@ class BatchAccounting:
             kept = repartition.former_ranks
             self.reports = [former.reports[rank] for rank in kept] if former.reports else []
             self.ended, self._timings, self.met = [former.ended[rank] for rank in kept], former._timings, former.met
-            self.drawn, self._fresh_pass = (
-                former.drawn and former.drawn.for_survivors(kept, self.replica),
-                former._fresh_pass,
-            )
+            self.drawn = former.drawn and former.drawn.for_survivors(kept, self.replica)
+            self._fresh_pass = former._fresh_pass
             if self._defers:  # replicas may be steps apart: the next reports are of a step that none has done
                 self.launched, self._quiet = repartition.reports, repartition.start
                 self._owes = self._meets = False
@@ -243,19 +241,7 @@ class BatchAccounting:
         padding, idle = not self.drawn.samples, self.idle
         samples, cost = (0, 0.0) if idle else (max(int(self.drawn.samples), 1), self.drawn.cost)
         for timing in self.timer.end_step(samples, padding, cost, len(self.drawn.pass_sizes)):
-            if not timing.compiled:
-                self._durations.append(timing.work + timing.wait - timing.exchange)
-                size = timing.samples if self._by_samples else timing.cost or timing.samples
-                self.cost.observe(size / timing.passes, timing.work / timing.passes)  # each pass pays the fixed cost
-                if self.cost.warm and not timing.samples:  # it has computed nothing
-                    self._timings.append(timing)
-                elif self.cost.warm:
-                    cost = 0.0 if self._by_samples else timing.cost
-                    self.evidence.observe(timing._replace(samples=size, cost=cost), self.cost.cost)
-                    self._timings.append(timing)
-                    if timing.cost:
-                        one = timing.of_a_pass()
-                        self.by_cost.observe(one.cost, one.samples, one.work)
+            self._learn(timing)
             for watcher in self.watchers:
                 watcher(timing)
         self.drawn, self._weighing = None, None
@@ -266,6 +252,24 @@ class BatchAccounting:
         self._owes = (report or opening) and self.step > self._quiet
         self._meets = self._owes and opening
         self.send_report()
+
+    def _learn(self, timing: StepTiming) -> None:
+        """Take in how long a step has taken."""
+        if timing.compiled:
+            return
+        self._durations.append(timing.work + timing.wait - timing.exchange)
+        cost = 0.0 if self._by_samples else timing.cost
+        size = cost or timing.samples
+        self.cost.observe(size / timing.passes, timing.work / timing.passes)  # each pass pays the fixed cost
+        if not self.cost.warm:
+            return
+        self._timings.append(timing)
+        if not timing.samples:  # it has computed nothing
+            return
+        self.evidence.observe(timing._replace(samples=size, cost=cost), self.cost.cost)
+        if timing.cost:
+            one = timing.of_a_pass()
+            self.by_cost.observe(one.cost, one.samples, one.work)
 
     def batch_seconds(self) -> float:
         """Median seconds of the latest batches, without exchanges, by the device's clock; NaN before the first."""
@@ -433,20 +437,31 @@ class BatchAccounting:
         Args:
             taken: the next report is about the steps from now on.
         """
-        count = max(len(self._timings), 1)
-        samples, work, wait = (
-            sum(column) / count
-            for column in zip(*(timing[:3] for timing in self._timings), (0.0, 0.0, 0.0), strict=True)
-        )
-        timings, self._timings = len(self._timings), [] if taken else self._timings
-        speed = self.evidence.speed(self.cost.cost)
-        error = speed.noise if self.cost.ready else math.inf
-        drawn, cost, ended = self.loaders.next_step(), speed.cost, float(self.loaders.ended())
-        means = samples, work, wait
+        timings, count = self._timings, max(len(self._timings), 1)
+        self._timings = [] if taken else timings
         self._settings = self.settings()
-        told = speed.since, *speed.bump, ended, *self.by_cost.off(), settings_number(self._settings), float(self.idling)
-        compiles = float(self.timer.compiles)
-        return Report(cost.fixed, cost.per_sample, error, drawn, *means, timings, *told, compiles, bends=cost.bends)
+        speed = self.evidence.speed(self.cost.cost)
+        off_by_cost, off_by_samples = self.by_cost.off()
+        return Report(
+            fixed=speed.cost.fixed,
+            per_sample=speed.cost.per_sample,
+            error=speed.noise if self.cost.ready else math.inf,
+            drawn=self.loaders.next_step(),
+            samples=sum(timing.samples for timing in timings) / count,
+            compute=sum(timing.work for timing in timings) / count,
+            wait=sum(timing.wait for timing in timings) / count,
+            steps=len(timings),
+            since=speed.since,
+            bump=speed.bump[0],
+            bump_seconds=speed.bump[1],
+            ended=float(self.loaders.ended()),
+            off_by_cost=off_by_cost,
+            off_by_samples=off_by_samples,
+            settings=settings_number(self._settings),
+            idling=float(self.idling),
+            compiles=float(self.timer.compiles),
+            bends=speed.cost.bends,
+        )
 
 
 def _weight(value: Any) -> Tensor:

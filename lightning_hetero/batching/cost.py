@@ -11,12 +11,26 @@ import math
 from collections import deque
 from collections.abc import Sequence
 from statistics import median
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from lightning_hetero.batching.shares import Cost, curve_below
 from lightning_hetero.batching.timer import StepTiming
+
+Floats = NDArray[np.float64]
+
+#: Seconds that steps last together before they are compared, as a stretch: some turns of an operating system's
+#: scheduler, a period of CPU quotas.
+STRETCH = 0.1
+#: A state of the noise lasts for up to so many stretches, so that these together tell no more than one would that is
+#: independent. (On a machine with busy neighbours, states last a second and more.)
+STATE = 32
+#: A rank is never known better than this: a fraction of its time.
+LEAST_NOISE = 0.01
+#: A change of speed is larger than so many times the noise before and after it.
+CHANGE = 2.0
 
 
 class CostModel:
@@ -28,24 +42,25 @@ class CostModel:
       rescales the model at once and lets it learn the ratio again. Several surprises on the same side, none of them
       far, make the model doubt itself, so that it follows the next ones.
 
-    Args:
-        drift: relative change of the device's speed that is expected per measurement.
-        noise: relative noise of one measurement, to start with; it is re-estimated.
-        warm_up: first measurements to leave out (lazy initialisation, bucket rebuilding).
+    Attributes:
+        noise: relative noise of one measurement, re-estimated with each.
+        count: measurements so far, those of the warm-up included.
     """
 
+    #: First measurements to leave out (lazy initialisation, bucket rebuilding).
+    WARM_UP = 2
+    #: Relative change of the device's speed that is expected per measurement.
+    DRIFT = 0.01
     #: A measurement this many deviations off is far, provided that it is also ``JUMP`` off relatively.
     FAR = 4.0
     JUMP = 0.2
-    LEAST_NOISE = 0.01
     #: Seconds of a measurement that counts unless it is the first: what the second step sets up takes milliseconds.
     LONG = 0.05
     #: Surprises, in deviations, are averaged over about three measurements; beyond this the model doubts itself.
     DOUBT = 1.3
 
-    def __init__(self, drift: float = 0.01, noise: float = 0.05, warm_up: int = 2) -> None:
-        self.drift, self.noise, self.warm_up = drift, noise, warm_up
-        self.count = 0
+    def __init__(self) -> None:
+        self.noise, self.count = 0.05, 0
         self._samples = 1.0  # of the last measurement
         self._a = self._k = 0.0  # seconds, seconds per sample
         self._p = (0.0, 0.0, 0.0)  # covariance of (a, k): p_aa, p_ak, p_kk, in s^2
@@ -55,12 +70,12 @@ class CostModel:
     @property
     def warm(self) -> bool:
         """Whether the latest measurement was beyond the warm-up."""
-        return self.count > self.warm_up
+        return self.count > self.WARM_UP
 
     @property
     def ready(self) -> bool:
         """Whether there is anything to go by, which takes two measurements beyond the warm-up."""
-        return self.count >= self.warm_up + 2
+        return self.count >= self.WARM_UP + 2
 
     @property
     def cost(self) -> Cost:
@@ -85,14 +100,14 @@ class CostModel:
             return
         self.count += 1
         if self.count > 1 and seconds >= self.LONG:
-            self.count = max(self.count, self.warm_up + 1)
+            self.count = max(self.count, self.WARM_UP + 1)
         self._samples = samples
-        if self.count <= self.warm_up:
+        if self.count <= self.WARM_UP:
             return
-        if self.count == self.warm_up + 1:
+        if self.count == self.WARM_UP + 1:
             self._start(samples, seconds)
             return
-        self._fade()
+        self._widen(1, scale=self.DRIFT, ratio=0.0)  # old knowledge fades
         predicted = self.predict(samples)
         if predicted <= 0:  # extrapolated to where no line through the past makes sense
             self._start(samples, seconds)
@@ -117,7 +132,7 @@ class CostModel:
 
     def assume(self, cost: Cost, samples: int) -> None:
         """Continue from a known fit, such as a checkpoint's: trusted, but to be confirmed."""
-        self.count, self._samples = self.warm_up + 2, samples
+        self.count, self._samples = self.WARM_UP + 2, samples
         self._a, self._k, _ = cost
         self._p, self._far = (0.0, 0.0, 0.0), 0.0
         self._widen(samples, scale=self.noise, ratio=0.05)
@@ -136,9 +151,6 @@ class CostModel:
             w = weight**2
             self._p = (p_aa + w * da * da, p_ak + w * da * dk, p_kk + w * dk * dk)
 
-    def _fade(self) -> None:
-        self._widen(1, scale=self.drift, ratio=0.0)
-
     def _variance(self, samples: float) -> float:
         p_aa, p_ak, p_kk = self._p
         return max(p_aa + 2 * samples * p_ak + samples**2 * p_kk, 0.0)  # below 0 only by rounding
@@ -152,7 +164,7 @@ class CostModel:
     def _learn_noise(self, surprise: float, spread: float) -> None:
         explained = spread**2 - self.noise**2  # the part of the surprise that is the model's own uncertainty
         seen = min(max(surprise**2 - explained, 0.0), (3 * self.noise) ** 2)
-        self.noise = max(math.sqrt(0.9 * self.noise**2 + 0.1 * seen), self.LEAST_NOISE)
+        self.noise = max(math.sqrt(0.9 * self.noise**2 + 0.1 * seen), LEAST_NOISE)
 
     def _correct(self, samples: float, surprise: float) -> None:
         p_aa, p_ak, p_kk = self._p
@@ -245,12 +257,6 @@ class CurveEstimator:
     A straight line with ``a >= 0`` is taken for the truth until the times of the sizes differ from it by more than
     noise can explain. Only then is there a curve: the greatest convex one that is nowhere above the times. What was
     measured before a lasting change of speed is forgotten. A slow drift moves all sizes together.
-
-    Args:
-        stretch: seconds that steps last together, at least, before they count.
-        state: so many stretches of one size tell no more than one would that is independent.
-        change: a change of speed is larger than so many times the noise before and after it.
-        least: a size's time is never known better than this, as a fraction.
     """
 
     #: Sizes that are remembered, and stretches of each.
@@ -266,8 +272,7 @@ class CurveEstimator:
     #: A bump is so high above the curve, as a fraction, and shows in so many stretches of each size.
     BUMP, SURE = 0.05, 4
 
-    def __init__(self, stretch: float, state: int, change: float, least: float) -> None:
-        self._stretch, self._state, self._change, self._least = stretch, state, change, least
+    def __init__(self) -> None:
         self._sizes: dict[int, deque[TimedSteps]] = {}  # the size of the latest stretch last
         self._open: dict[int, tuple[int, float, float]] = {}  # steps, work, seconds: no stretch yet
         self._count = 0
@@ -284,7 +289,7 @@ class CurveEstimator:
             self._open.clear()
         steps, own, whole = self._open.pop(samples, (0, 0.0, 0.0))
         steps, own, whole = steps + 1, own + work, whole + work + wait
-        if whole >= self._stretch:
+        if whole >= STRETCH:
             self._add(samples, own / steps)
             return
         self._open[samples] = steps, own, whole
@@ -319,9 +324,7 @@ class CurveEstimator:
         """Measured times, in the order of the sizes."""
         noise = self._noise()
         return [
-            SizeTiming(
-                size, self._usual(size), max(noise * math.sqrt(self._state / len(times)), self._least), len(times)
-            )
+            SizeTiming(size, self._usual(size), max(noise * math.sqrt(STATE / len(times)), LEAST_NOISE), len(times))
             for size, times in sorted(self._sizes.items())
             if len(times) >= self.ENOUGH
         ]
@@ -347,12 +350,12 @@ class CurveEstimator:
     def _has_changed(self, samples: int, work: float) -> bool:
         """Whether two steps of one size in a row, not too short, were far from the usual time on the same side."""
         before, self._last = self._last, (samples, 0.0)
-        if work < self._stretch / self.FEW or len(self._sizes.get(samples, ())) < self.ENOUGH:
+        if work < STRETCH / self.FEW or len(self._sizes.get(samples, ())) < self.ENOUGH:
             return False
         off = math.log(work / self._usual(samples))
         if abs(off) > 2 * self.FAR:
             own = relative_noise([t.seconds for t in self._sizes[samples]])
-            if abs(off) > self._change * max(own, self._noise(without=samples)):
+            if abs(off) > CHANGE * max(own, self._noise(without=samples)):
                 self._last = samples, off
         return before[0] == samples and before[1] * self._last[1] > 0
 
@@ -369,7 +372,7 @@ class CurveEstimator:
         off = math.log(now.seconds / self._usual(samples))
         far, self._far = self._far, None
         own = relative_noise([t.seconds for t in self._sizes[samples]])
-        if abs(off) <= max(self._change * noise, self._change * own, self.FAR):
+        if abs(off) <= max(CHANGE * noise, CHANGE * own, self.FAR):
             return None
         if far is None or far.longer != (off > 0):
             self._far = OutlierRun(now.number, off > 0, samples)
@@ -385,8 +388,8 @@ class CurveEstimator:
         if min(len(before), len(after)) < self.ENOUGH:
             return None
         # A few values may agree by chance, and so may their parts if they are cut where that makes most of it.
-        noise = max(relative_noise(before, after) * (1 + 4 / len(seconds)), noise, self._least)
-        return times[cut].number if abs(math.log(median(after) / median(before))) > self._change * noise else None
+        noise = max(relative_noise(before, after) * (1 + 4 / len(seconds)), noise, LEAST_NOISE)
+        return times[cut].number if abs(math.log(median(after) / median(before))) > CHANGE * noise else None
 
     def _forget_before(self, first: int) -> None:
         self._stale = True
@@ -411,37 +414,34 @@ class CurveEstimator:
         return self.points()
 
 
-def _residual(size: Any, seconds: Any) -> float:
-    """Relative RMS of times off the best line with ``a >= 0`` and ``k >= 0``, without those that are farthest off."""
-    kept = np.ones(len(size), bool)
-    for left_out in (CostEvidence.STALLED, 0.0):
-        x, t = size[kept], seconds[kept]
-        spread = ((x - x.mean()) ** 2).sum()
-        k = max(((x - x.mean()) * (t - t.mean())).sum() / spread, 0.0) if spread > 0 else 0.0
-        a = t.mean() - k * x.mean()
-        if a < 0:
-            a, k = 0.0, (x * t).sum() / (x * x).sum()
-        off = np.abs(seconds - a - k * size)
-        if left_out:
-            kept = off <= np.quantile(off, 1 - left_out)
-    return float(np.sqrt((off[kept] ** 2).mean()) / seconds[kept].mean())
+def _off_best_line(size: Floats, seconds: Floats, weights: Floats) -> Floats:
+    """Deviations of times from the best line ``a + k * size`` with ``a >= 0`` and ``k >= 0``."""
+
+    def mean(values: Floats) -> float:
+        return float((weights * values).sum() / weights.sum())
+
+    x, t = mean(size), mean(seconds)
+    spread = mean((size - x) ** 2)
+    k = max(mean((size - x) * (seconds - t)) / spread, 0.0) if spread > 0 else 0.0
+    a = t - k * x
+    if a < 0:
+        a, k = 0.0, mean(size * seconds) / mean(size**2)
+    return seconds - a - k * size
+
+
+def _residual(size: Floats, seconds: Floats) -> float:
+    """Relative RMS of times off the best line, without those that are farthest off."""
+    off = np.abs(_off_best_line(size, seconds, np.ones(len(size))))
+    kept = (off <= np.quantile(off, 1 - CostEvidence.STALLED)).astype(float)
+    off = _off_best_line(size, seconds, kept)
+    return float(np.sqrt(np.average(off**2, weights=kept)) / np.average(seconds, weights=kept))
 
 
 def _line_residual(points: Sequence[SizeTiming]) -> float:
-    """Residual of the points off the best line with ``a >= 0`` and ``k >= 0``: squared deviations, in errors."""
-    weights = [1 / (p.error * p.seconds) ** 2 for p in points]
-
-    def mean(values: Sequence[float]) -> float:
-        return sum(w * v for w, v in zip(weights, values, strict=True)) / sum(weights)
-
-    n, t = [float(p.samples) for p in points], [p.seconds for p in points]
-    n_mean, t_mean = mean(n), mean(t)
-    k = mean([(x - n_mean) * (y - t_mean) for x, y in zip(n, t, strict=True)])
-    k = max(k / mean([(x - n_mean) ** 2 for x in n]), 0.0)
-    a = t_mean - k * n_mean
-    if a < 0:
-        a, k = 0.0, mean([x * y for x, y in zip(n, t, strict=True)]) / mean([x * x for x in n])
-    return sum(w * (y - a - k * x) ** 2 for w, x, y in zip(weights, n, t, strict=True))
+    """Residual of the points off the best line: squared deviations, in errors."""
+    size, seconds, error, _ = np.asarray(points, float).T
+    weights = 1 / (error * seconds) ** 2
+    return float((weights * _off_best_line(size, seconds, weights) ** 2).sum())
 
 
 def relative_noise(*parts: Sequence[float]) -> float:
@@ -510,21 +510,15 @@ class SpeedEstimator:
     unless the times of different batch sizes show a curve (:class:`~lightning_hetero.batching.cost.CurveEstimator`).
     """
 
-    #: Seconds that a stretch lasts at least: some turns of an operating system's scheduler, a period of CPU quotas.
-    SECONDS = 0.1
     #: Stretches that are remembered.
     MEMORY = 256
-    #: A state of the noise lasts for up to so many stretches, so that these together tell no more than one would that
-    #: is independent. (On a machine with busy neighbours, states last a second and more.)
-    STATE = 32
-    #: A rank is never known better than this: a fraction of its time; and by a single stretch not better than that.
-    LEAST_NOISE, SINGLE = 0.01, 0.5
-    #: A change of speed is larger than so many times the noise before and after it, of which few stretches tell little,
-    #: and than this fraction: smaller ones are drift.
-    CHANGE, LEAST_CHANGE = 2.0, 0.1
+    #: By a single stretch a rank is not known better than this.
+    SINGLE = 0.5
+    #: Smaller changes of speed are drift, of which few stretches tell little.
+    LEAST_CHANGE = 0.1
 
     def __init__(self) -> None:
-        self.shape = CurveEstimator(self.SECONDS, self.STATE, self.CHANGE, self.LEAST_NOISE)
+        self.shape = CurveEstimator()
         self._samples = 0.0  # of a step, to which all stretches are converted
         self._stretches: deque[StepRun] = deque(maxlen=self.MEMORY)
         self._times: deque[float] = deque(maxlen=self.MEMORY)  # seconds of such a step, as converted at that time
@@ -545,7 +539,7 @@ class SpeedEstimator:
         self._open = StepRun(
             steps + timing.passes, samples + timing.samples, work + timing.work, seconds + timing.work + timing.wait
         )
-        if self._open.seconds < self.SECONDS or self._open.work <= 0:
+        if self._open.seconds < STRETCH or self._open.work <= 0:
             return
         self._samples = self._samples or float(one.samples)
         self._stretches.append(self._open)
@@ -573,12 +567,12 @@ class SpeedEstimator:
         before, after = times[:cut], times[cut:]
         if cut:
             change, noise = abs(math.log(median(after) / median(before))), relative_noise(before, after)
-            cut = cut if change > max(self.CHANGE * noise, self.LEAST_CHANGE) else 0
+            cut = cut if change > max(CHANGE * noise, self.LEAST_CHANGE) else 0
         since = list(self._stretches)[cut:]
         # What is known of the ratio now is of the present speed: what was before the change keeps its own.
         now = [self._converted(stretch, cost) for stretch in since]
-        least = self.LEAST_NOISE if len(times) > 1 else self.SINGLE
-        noise = max(relative_noise(times[:cut], now) * (self.STATE / len(now)) ** 0.5, least)
+        least = LEAST_NOISE if len(times) > 1 else self.SINGLE
+        noise = max(relative_noise(times[:cut], now) * (STATE / len(now)) ** 0.5, least)
         scale = median(now) / cost.seconds(self._samples)
         seconds = sum(stretch.seconds for stretch in since) if cut else math.inf
         return MeasuredSpeed(cost.times(scale), noise, seconds, bump)

@@ -98,9 +98,8 @@ class IdleRanks:
             found = limits.too_slow(costs)
             stay = tuple(rank for rank in idle if found is not None and rank in found.ranks)
             if stay != idle:
-                self._sure = max(
-                    self._sure, min(2 * self._sure, self.AGAIN)
-                )  # so that it does not come and go again and again
+                # So that it does not come and go again and again.
+                self._sure = max(self._sure, min(2 * self._sure, self.AGAIN))
                 return plan_without(stay)
         ranks = () if slow is None else slow.ranks
         new = [rank for rank in ranks if rank not in idle and not self._keeps([rank], reports, limits)]

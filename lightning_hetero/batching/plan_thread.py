@@ -18,11 +18,9 @@ from lightning_hetero.batching.plan_agreement import (
     PlanProposal,
     decode_message,
     encode_message,
-    plan_as_row,
-    plan_from_row,
 )
 from lightning_hetero.batching.reports import Report
-from lightning_hetero.comm.agreement import value_of_rank
+from lightning_hetero.comm.agreement import gather, value_of_rank
 from lightning_hetero.comm.threads import THREADS, close_at_exit
 from lightning_hetero.errors import CommunicationError
 
@@ -56,14 +54,13 @@ class PlanAgreement:
         self._member, self._leader = PlanMember(accounting.loaders.next_step()), PlanLeader(self._world)
         self._drawn = time.monotonic(), self._member.next_step  # at the latest message
         # Between the threads: what is handed over is replaced, never changed.
-        self._wanted, self._report = True, self._report_text(0, [], 0)
+        self._wanted, self._reports, self._report = True, 0, _NO_REPORT
         self._gathered: list[dict[str, Any]] | None = None  # for the training's thread of rank 0
         self._to_propose: Plan | None = None
         self._dropped = False
         accounting.agreement = self
-        accounting.planner.in_force = lambda: accounting.planner.at(
-            max(accounting.step - 1, 0)
-        )  # of which all ranks know
+        # All ranks know the plan of the latest step.
+        accounting.planner.in_force = lambda: accounting.planner.at(max(accounting.step - 1, 0))
         work = self._run_leader if rank == 0 else self._run_follower
         self._thread = threading.Thread(target=self._run, args=(work,), daemon=True, name=f"{THREADS}plans")
         self._thread.start()
@@ -73,7 +70,7 @@ class PlanAgreement:
     def open_mailboxes(store: Store, world: int) -> None:
         """Prepare the store, on rank 0, before any other rank uses it."""
         for rank in range(1, world):
-            store.set(_box(rank), PlanAgreement._report_text(0, [], 0))
+            store.set(_box(rank), _NO_REPORT)
 
     def close(self) -> None:
         """End the thread; nobody waits for a decision any more. Idempotent."""
@@ -85,21 +82,19 @@ class PlanAgreement:
             self._closed.set()
             self._changed.notify_all()
 
-    def settle(self, gather: Callable[[Any], Sequence[Any]]) -> None:
+    def settle(self) -> None:
         """End with the same plan on all ranks, where one may have heard of a decision and another may not (collective).
 
-        Args:
-            gather: values of all ranks, or of all that remain.
+        If ranks were lost, it is collective over those that remain.
         """
         self._stop()
         self._thread.join(0.5)  # if rank 0 is frozen the store does not answer
         self._adopt()
-        number, plan = self._member.latest
-        everyone = gather((number, None if plan is None else plan_as_row(plan)))
-        latest, row = max(everyone, key=lambda one: one[0])
-        if latest > number:
-            self._accounting.planner.adopt(plan_from_row(row))
-        self._accounting.agreement, planner = None, self._accounting.planner
+        planner, own = self._accounting.planner, self._member.latest
+        number, plan = max(gather(own, "the plan that is agreed"), key=lambda latest: latest[0])
+        if number > own[0]:
+            planner.adopt(plan)
+        self._accounting.agreement = None
         planner.before_draw, planner.in_force = (lambda step: None), (lambda: planner.plans[-1])
 
     # -- on the training's thread ------------------------------------------------------------------
@@ -159,9 +154,9 @@ class PlanAgreement:
         if plan is not None:
             plan = replace(plan, start=max(int(report.drawn) for report in reports))
         with self._accounting.timer.waiting():
-            row = value_of_rank(None if plan is None else plan_as_row(plan), 0)
-        if row is not None:
-            planner.adopt(plan_from_row(row))
+            plan = value_of_rank(plan, 0)
+        if plan is not None:
+            planner.adopt(plan)
 
     def after_batch(self) -> None:
         """Report, if that is due."""
@@ -169,19 +164,13 @@ class PlanAgreement:
             self._wanted = False
             self._reports += 1
             row = self._accounting.report(taken=True).row
-            self._report = self._report_text(self._reports, row, self._accounting.step)
+            self._report = _report_text(self._reports, row, self._accounting.step)
 
     def _adopt(self) -> None:
         for plan in self._member.new_plans():
             self._accounting.planner.adopt(plan)
 
     # -- on the thread of its own ------------------------------------------------------------------
-
-    _reports = 0
-
-    @staticmethod
-    def _report_text(number: int, row: list[float], step: int) -> str:
-        return json.dumps({"report": number, "row": row, "step": step})
 
     def _run(self, work: Callable[[], None]) -> None:
         try:
@@ -206,7 +195,7 @@ class PlanAgreement:
             self._changed.notify_all()
 
     def _run_follower(self) -> None:
-        box, there = _box(self._rank), self._report_text(0, [], 0)
+        box, there = _box(self._rank), _NO_REPORT
         while not self._closed.wait(self.QUICK if self._member.waits else self.POLL):
             mine = there if self._member.waits else self._report
             found = self._store.compare_set(box, there, mine).decode()
@@ -258,3 +247,10 @@ class PlanAgreement:
 
 def _box(rank: int) -> str:
     return f"rank{rank}"
+
+
+def _report_text(number: int, row: list[float], step: int) -> str:
+    return json.dumps({"report": number, "row": row, "step": step})
+
+
+_NO_REPORT = _report_text(0, [], 0)

@@ -47,7 +47,6 @@ class Planner:
         balance: ``"auto"`` measures; ``"off"`` splits evenly; a list gives fixed relative shares.
         low: least samples per rank: one number for all, or one per rank. Default 1 (0 for a rank of share 0).
         high: most samples per rank and pass: one number for all, or one per rank. Default: no limit.
-        min_gain: smallest predicted gain for which shares change, as a fraction of the step's time.
         multiple: of which shares are that are not smaller; ``"auto"``: see :attr:`COMPILED`.
 
     Raises:
@@ -71,6 +70,8 @@ class Planner:
         too_slow: the ranks without which the job would be faster, by the latest reports.
     """
 
+    #: Smallest predicted gain for which shares change, as a fraction of the step's time.
+    MIN_GAIN = 0.03
     #: Noise that is expected before any has been seen, as a fraction of a rank's time: three steps tell no more.
     DOUBT = 0.3
     #: Observations over which doubt fades. Each re-split that has to be taken back doubles them.
@@ -104,12 +105,10 @@ class Planner:
         balance: Literal["auto", "off"] | Sequence[float] = "auto",
         low: int | Sequence[int] | None = None,
         high: int | Sequence[int] | None = None,
-        min_gain: float = 0.03,
         multiple: Literal["auto"] | int = "auto",
     ) -> None:
         self.world = world
         self.auto = balance == "auto"
-        self.min_gain = min_gain
         self.total, self.infers_total, self.frozen, self.least, self.rotates, self.origin = 0, False, False, 1, False, 0
         self._may_raise, self.one_pass = low is None, ""
         self._idle_ranks = IdleRanks(least_given=low is not None)
@@ -120,11 +119,10 @@ class Planner:
         self.high = per_rank("max_batch_size", 2**62 if high is None else high, world)
         check_bounds(self._low, self.high)
         self._bars = tuple(share == 0 for share in shares)  # ranks that take nothing, whatever their limits
-        barred = tuple(0 if bar else h for bar, h in zip(self._bars, self.high, strict=True))
         costs = tuple(Cost(0.0, 1.0 / s if s else 1.0) for s in shares)
         self._need = self._low
         self._grid: Grid | None = None if multiple == "auto" else ((multiple, multiple),)
-        self.plans = [Plan(0, costs, self._low, barred, grid=self._grid or ())]
+        self.plans = [Plan(0, costs, self._low, self._barred_high, grid=self._grid or ())]
         self.most = [0.0] * world
         self._updated = 0  # the step of the latest update
         self._look = StepTimes()  # since the latest one
@@ -132,13 +130,13 @@ class Planner:
         self._doubt, self._patience = self.DOUBT, self.PATIENCE
         self._restored = False  # the plan in force is that of a checkpoint
         self._trial: SplitTrial | None = None
-        self._before: tuple[SplitTrial | None, float, int] = (
-            self._trial,
-            self._doubt,
-            self._patience,
-        )  # the latest proposal
+        self._before: tuple[SplitTrial | None, float, int] = None, self._doubt, self._patience  # the latest proposal
         self.before_draw: Callable[[int], None] = lambda step: None
         self.in_force: Callable[[], Plan] = lambda: self.plans[-1]
+
+    @property
+    def _barred_high(self) -> tuple[int, ...]:
+        return tuple(0 if bar else h for bar, h in zip(self._bars, self.high, strict=True))
 
     def limit(self, high: Sequence[int]) -> bool:
         """Set the most samples that each rank may take, from the first step on; called before that.
@@ -155,8 +153,7 @@ class Planner:
         changed, self.high, self.limits_measured = tuple(high) != self.high, tuple(high), True
         self._low = tuple(max(n, min(lo, h)) for n, lo, h in zip(self._need, self._low, self.high, strict=True))
         check_bounds(self._low, self.high)
-        barred = tuple(0 if bar else h for bar, h in zip(self._bars, self.high, strict=True))
-        self.plans = [replace(plan, low=self._low, high=barred) for plan in self.plans]
+        self.plans = [replace(plan, low=self._low, high=self._barred_high) for plan in self.plans]
         if self.total:
             self.check_room(self.total)
             room = self.high if sum(self.high) >= self.total else [self.total] * self.world
@@ -410,7 +407,7 @@ class Planner:
         """Whether ``new`` is faster, even if who gives was measured at its slowest, and who takes at its fastest."""
         factors = [1 + x if n > o else 1 / (1 + x) if n < o else 1.0 for o, n, x in zip(old, new, noise, strict=True)]
         likely = [c.times(f) for f, c in zip(factors, costs, strict=True)]
-        return makespan(new, likely) < (1 - self.min_gain) * makespan(old, likely)
+        return makespan(new, likely) < (1 - self.MIN_GAIN) * makespan(old, likely)
 
     def copy_trust(self, former: "Planner") -> None:
         """Doubt measurements no more than another planner of such ranks, which has seen how far they are noise."""
@@ -428,7 +425,8 @@ class Planner:
         costs = tuple(cost_of(*cost) for cost in state["costs"])
         by_samples, grid = state.get("by_samples", False), tuple(map(tuple, state.get("grid", ())))
         grid = grid if self._grid is None else self._grid
-        self.plans = [Plan(0, costs, self._low, self.high, tuple(state["reach"]), self._need, by_samples, grid)]
+        reach = tuple(state["reach"])
+        self.plans = [Plan(0, costs, self._low, self._barred_high, reach, self._need, by_samples, grid)]
         self._restored = True
         self.most = list(state["most"])
 

@@ -83,27 +83,6 @@ class Repartition(NamedTuple):
     reports: int
 
 
-class PlanningState(NamedTuple):
-    """Plans and measurements of a planner; the same on ranks that have acted on the same reports.
-
-    Attributes:
-        plans: in force, and to come.
-        most: the largest part of a batch that each rank has been given so far.
-    """
-
-    plans: list[Plan]
-    most: list[float]
-
-    @classmethod
-    def of(cls, planner: Planner) -> "PlanningState":
-        """The state of a planner."""
-        return cls(list(planner.plans), list(planner.most))
-
-    def apply_to(self, planner: Planner) -> None:
-        """Let another planner of the same ranks know it, which may have missed the latest reports."""
-        planner.plans, planner.most = list(self.plans), list(self.most)
-
-
 def plan_for_survivors(former: Planner, kept: Sequence[int], planner: Planner) -> Planner:
     """Let a planner go on for the ranks that remain, with what an earlier one knows of them.
 

@@ -109,9 +109,9 @@ class FixedBatches:
 
     def draw(self, first: int) -> Iterator[list[Any]]:
         """Yield the batches from index ``first`` on."""
-        order = islice(self.sampler, first * self.batch_size, None)
-        for _ in range(first, len(self)):
-            yield list(islice(order, self.batch_size))
+        order = islice(self.sampler, sum(map(self.size, range(first))), None)
+        for index in range(first, len(self)):
+            yield list(islice(order, self.size(index)))
 
 
 class EvenBatches(FixedBatches):
@@ -142,12 +142,6 @@ class EvenBatches(FixedBatches):
             return super().size(index)
         least, extra = divmod(len(self.sampler), len(self))
         return least + (index < extra)
-
-    @override
-    def draw(self, first: int) -> Iterator[list[Any]]:
-        order = islice(self.sampler, sum(self.size(i) for i in range(first)), None)
-        for index in range(first, len(self)):
-            yield list(islice(order, self.size(index)))
 
 
 class GroupedBatches:
@@ -237,7 +231,7 @@ class AgreedOrder:
         self.sampler, self._seed = sampler, seed
         self.agree_by(broadcast, decides)
         self._epoch = 0
-        self._own_seeds: dict[int, int] = {}
+        self._own_seeds: dict[int, int] = {}  # of generators that the user gave to samplers, by their ids
 
     def agree_by(self, broadcast: Callable[[Any], Any], decides: Callable[[], bool]) -> None:
         """Agree among other ranks from now on; arguments like the constructor's."""
@@ -249,10 +243,6 @@ class AgreedOrder:
         for owner in (self.sampler, getattr(self.sampler, "sampler", None)):
             if callable(set_epoch := getattr(owner, "set_epoch", None)):
                 set_epoch(epoch)
-
-    def _own_seed(self, generator: torch.Generator) -> int:
-        """The seed that the user gave to a sampler's own generator."""
-        return self._own_seeds.setdefault(id(generator), generator.initial_seed())
 
     def __len__(self) -> int:
         return len(self.sampler)  # type: ignore[arg-type]
@@ -267,7 +257,8 @@ class AgreedOrder:
         with seeded(self._seed + self._epoch):
             for owner in (self.sampler, getattr(self.sampler, "sampler", None)):
                 if isinstance(own := getattr(owner, "generator", None), torch.Generator):
-                    own.manual_seed(self._own_seed(own) + self._epoch)
+                    seed = self._own_seeds.setdefault(id(own), own.initial_seed())
+                    own.manual_seed(seed + self._epoch)
             order = list(self.sampler)
         if len(order) > len(self):
             warnings.warn(
@@ -281,16 +272,16 @@ class AgreedOrder:
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
     """Run a block with the global CPU random states of torch, NumPy and Python seeded, and restore them after it."""
-    torch_state, numpy_state, python_state = torch.get_rng_state(), np.random.get_state(), random.getstate()
-    torch.default_generator.manual_seed(seed)
-    np.random.seed(seed % 2**32)
-    random.seed(seed)
-    try:
-        yield
-    finally:
-        torch.set_rng_state(torch_state)
-        np.random.set_state(numpy_state)
-        random.setstate(python_state)
+    numpy_state, python_state = np.random.get_state(), random.getstate()
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        np.random.seed(seed % 2**32)
+        random.seed(seed)
+        try:
+            yield
+        finally:
+            np.random.set_state(numpy_state)
+            random.setstate(python_state)
 
 
 class Drawn(NamedTuple):
@@ -545,8 +536,8 @@ class EvaluationSampler:
         for batch in self.batches.draw(0):
             if not begin and isinstance(self.batches, FixedBatches):
                 in_turn = len(set(self._shares(world, plan, -(-len(batch) // world) * world))) == 1
-            if self.batches.whole:
-                own = batch[rank]
+            if self.batches.whole:  # one each, or more as one, if ranks were lost since the loader was set up
+                own = [i for part in in_passes(batch, world)[rank] for i in part]
             elif in_turn:
                 own = batch[(rank - begin) % world :: world]
             else:

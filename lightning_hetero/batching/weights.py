@@ -113,6 +113,18 @@ def preserve_buffers(module: nn.Module) -> Iterator[None]:
     kept.restore()  # past autograd: the backward pass that follows must not take it for a change
 
 
+@contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """In this block an object has another attribute of a name; after it what it had, which may be that of its class."""
+    own = {name: vars(owner)[name]} if name in vars(owner) else {}
+    vars(owner)[name] = value
+    try:
+        yield
+    finally:
+        del vars(owner)[name]
+        vars(owner).update(own)
+
+
 class _SkippedStepError(Exception):
     """Ends an optimizer's own step after its closure, before it has changed anything."""
 
@@ -129,7 +141,6 @@ def skip_step_if(left_out: Callable[[], bool], optimizer: Optimizer) -> Iterator
         optimizer: that is to step.
     """
     original: Callable[..., Any] = optimizer.step
-    own = vars(optimizer).get("step")
 
     @wraps(original)
     def step(closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any) -> Any:
@@ -147,10 +158,5 @@ def skip_step_if(left_out: Callable[[], bool], optimizer: Optimizer) -> Iterator
             for hook in chain(optimizer._optimizer_step_post_hooks.values(), _global_optimizer_post_hooks.values()):
                 hook(optimizer, args, kwargs)
 
-    optimizer.step = step  # type: ignore[method-assign]
-    try:
+    with replaced(optimizer, "step", step):  # where the schedule of a learning rate has put one, too, to count steps
         yield
-    finally:
-        del optimizer.step
-        if own is not None:  # such as that of a learning rate's schedule, which counts the steps
-            optimizer.step = own  # type: ignore[method-assign]

@@ -17,7 +17,6 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning_hetero.checkpoint import directory, shards
 from lightning_hetero.checkpoint.format import explain_unreadable, save_name, shard_names
 from lightning_hetero.checkpoint.writer import AtomicCheckpointIO
-from lightning_hetero.comm.agreement import gather
 from lightning_hetero.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -77,13 +76,12 @@ def newest_complete(io: CheckpointIO, paths: Sequence[str]) -> str | None:
         CheckpointError: on every rank, if a file cannot be read for a reason that has nothing to do with its content.
     """
     for path in paths:
-        look, error = FoundCheckpoint(None), None
+        look, error = None, None
         try:
             look = _inspect(io, path)
         except Exception as broken:
             error = broken
-        shards.agree_on_problem(None, error)
-        problem = _problem(gather(look, "which checkpoints are whole"), path)
+        problem = _problem(shards.gather_or_raise(look, error, "which checkpoints are whole"), path)
         if problem is None:
             return path
         rank_zero_warn(f"{path} is passed over: {problem}")

@@ -112,7 +112,6 @@ class EmulatedSpeed(Callback):
 
     @override
     def teardown(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
-        """Let the strategy go."""
         self._strategy = None
 
     @override

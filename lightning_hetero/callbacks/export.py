@@ -95,8 +95,10 @@ class PrometheusEndpoint:
         """The latest values as gauges, one family for each name; called on the server's thread."""
         families: dict[str, Any] = {}
         for name, value in self.latest.copy().items():
-            base, kind, number = re.fullmatch(r"(\w+)(?:/(\D+)(\d+))?", name).groups()  # type: ignore[union-attr]
-            family = f"hetero_{kind}_{base}" if kind else f"hetero_{base}"
+            numbered = re.fullmatch(r"(\w+)/(rank|replica)(\d+)", name)
+            base, kind, number = numbered.groups() if numbered else (name, "", "")
+            # Algorithms of users may have numbers with names of any kind.
+            family = re.sub(r"\W", "_", f"hetero_{kind}_{base}" if kind else f"hetero_{base}", flags=re.ASCII)
             if family not in families:
                 meaning = METRICS.get(f"{base}/{kind}{{i}}" if kind else base, name)
                 families[family] = self._family(family, meaning, labels=[kind] if kind else [])

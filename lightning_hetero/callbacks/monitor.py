@@ -111,22 +111,19 @@ class HeteroMonitor(Callback):
         Raises:
             UnsupportedError: the strategy does not split batches by speed.
         """
-        if not isinstance(trainer.strategy, HeteroStrategy):
-            raise UnsupportedError(
-                f"HeteroMonitor shows how batches are split by speed, which {type(trainer.strategy).__name__} does not "
-                "do. Use a strategy of this package, such as Trainer(strategy='hetero_ddp'), or leave the callback out."
-            )
+        strategy = _strategy_of(trainer)
         # An earlier fit's exchanges may have been another strategy's, or this one's that are counted on.
-        self._before = replace(trainer.strategy.traffic) if isinstance(trainer.strategy, ReplicaStrategy) else Traffic()
+        self._before = replace(strategy.traffic) if isinstance(strategy, ReplicaStrategy) else Traffic()
         self._at = math.nan
         self._log_from = {}
 
     @override
     def on_train_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Set all ranks' clocks to 0, as near to each other as one meeting allows."""
-        strategy = trainer.strategy
-        assert isinstance(strategy, HeteroStrategy)
-        self._export(trainer, strategy)
+        strategy = _strategy_of(trainer)
+        raise_on_all(self._open_endpoint(trainer, strategy), "HeteroMonitor's endpoint for Prometheus")
+        for logger in trainer.loggers:
+            add_dashboard(logger)
         folder = trainer.log_dir or trainer.default_root_dir  # collective
         wanted = self.report if not trainer.fast_dev_run else None  # type: ignore[attr-defined]
         losses, ticket, told = strategy.recovery.losses, strategy.ticket, None
@@ -141,12 +138,6 @@ class HeteroMonitor(Callback):
                 report_folder(report, folder), StepHistory(start, strategy.accounting.step), self._attendance
             )
             strategy.accounting.watchers.append(self._watch.steps.add)
-
-    def _export(self, trainer: "pl.Trainer", strategy: HeteroStrategy) -> None:
-        """Lay out TensorBoard's charts, and open the endpoint for Prometheus (collective)."""
-        raise_on_all(self._open_endpoint(trainer, strategy), "HeteroMonitor's endpoint for Prometheus")
-        for logger in trainer.loggers:
-            add_dashboard(logger)
 
     def _open_endpoint(self, trainer: "pl.Trainer", strategy: HeteroStrategy) -> ConfigurationError | None:
         """Open the endpoint if this is rank 0 and one is wanted; the reason, if it cannot be opened."""
@@ -164,14 +155,12 @@ class HeteroMonitor(Callback):
 
     @override
     def teardown(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
-        """Stop listening."""
         self._close_endpoint()
 
     @override
     def on_train_batch_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", *_: Any) -> None:
         """Log what is new."""
-        strategy = trainer.strategy
-        assert isinstance(strategy, HeteroStrategy)
+        strategy = _strategy_of(trainer)
         self._see_losses(trainer, strategy)
         self._see_reports(trainer, strategy)
         if isinstance(strategy, ReplicaStrategy):
@@ -180,8 +169,7 @@ class HeteroMonitor(Callback):
     @override
     def on_train_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Say who has met whom, under gossip, and write the report (collective)."""
-        strategy = trainer.strategy
-        assert isinstance(strategy, HeteroStrategy)
+        strategy = _strategy_of(trainer)
         if isinstance(strategy, ReplicaStrategy):
             self.pairings = strategy.pairings
             if self.pairings:
@@ -223,11 +211,18 @@ class HeteroMonitor(Callback):
         strategy.accounting.watchers.remove(steps.add)
         if not steps.beginning:
             return None
-        members, losses = strategy.job.view, watch.attendance.since(strategy.recovery.losses)
-        found = steps.stretches, steps.beginning, steps.end, steps.background, list(self.exchanges)
-        accounting = strategy.accounting
-        cost = accounting.fitted and accounting.planner.cost_of_part(members.rank, accounting.fitted)
-        return RankRecord(members.ids[members.rank], *found, cost, tuple(losses), DealtByCost.of(accounting))
+        members, accounting = strategy.job.view, strategy.accounting
+        return RankRecord(
+            rank=members.ids[members.rank],
+            stretches=steps.stretches,
+            beginning=steps.beginning,
+            end=steps.end,
+            background=steps.background,
+            exchanges=list(self.exchanges),
+            cost=accounting.fitted and accounting.planner.cost_of_part(members.rank, accounting.fitted),
+            losses=tuple(watch.attendance.since(strategy.recovery.losses)),
+            by_cost=DealtByCost.of(accounting),
+        )
 
     def _write(
         self,
@@ -259,19 +254,19 @@ class HeteroMonitor(Callback):
             averager, pairings = strategy.averager, strategy.pairings
         chosen = {"balance": options.balance, "global_batch_size": options.global_batch_size}
         chosen |= {"rebalance_every_n_steps": options.rebalance_every_n_steps, **strategy.algorithm_options()}
-        slow, ids = strategy.accounting.planner.too_slow, _sharing(strategy) if strategy.joined else ()
+        slow, ids = strategy.accounting.planner.too_slow, strategy.collaborators.sharing.ids
         changes = attendance.changes(strategy.recovery.losses, views)
         return FitRecord(
-            views,
-            attendance.replicas,
-            attendance.places,
-            averager is None or averager.traits.lockstep,
-            options.balance == "auto",
-            facts(type(module).__name__, type(strategy).__name__, chosen, attendance, changes),
-            pairings,
-            ended,
-            changes,
-            slow and slow._replace(ranks=tuple(ids[rank] for rank in slow.ranks)),
+            views=views,
+            replicas=attendance.replicas,
+            places=attendance.places,
+            lockstep=averager is None or averager.traits.lockstep,
+            automatic=options.balance == "auto",
+            facts=facts(type(module).__name__, type(strategy).__name__, chosen, attendance, changes),
+            pairings=pairings,
+            ended=ended,
+            changes=changes,
+            slow=slow and slow._replace(ranks=tuple(ids[rank] for rank in slow.ranks)),
         )
 
     def _see_losses(self, trainer: "pl.Trainer", strategy: HeteroStrategy) -> None:
@@ -320,7 +315,7 @@ class HeteroMonitor(Callback):
         samples, compute, wait = zip(*((r.samples, r.compute, r.wait) for r in accounting.reports), strict=True)
         planned = accounting.planner.total > 0  # but not for streams: no plan sizes their batches
         shares = tuple(accounting.planner.shares(accounting.step - 1) if planned else map(round, samples))
-        record = Record(accounting.step, shares, samples, compute, wait, _sharing(strategy))
+        record = Record(accounting.step, shares, samples, compute, wait, strategy.collaborators.sharing.ids)
         self.history.append(record)
         thin(self.history)
         columns = {"share": shares, "samples_per_s": record.samples_per_s, "compute_s": compute, "wait_s": wait}
@@ -350,9 +345,13 @@ class HeteroMonitor(Callback):
             logger.log_metrics(named, step=logged_step(trainer))
 
 
-def _sharing(strategy: HeteroStrategy) -> tuple[int, ...]:
-    """The numbers of the ranks that share out samples, which they had at first."""
-    return strategy.job.view.data_parallel(strategy.options.tensor_parallel).ids
+def _strategy_of(trainer: "pl.Trainer") -> HeteroStrategy:
+    if not isinstance(trainer.strategy, HeteroStrategy):
+        raise UnsupportedError(
+            f"HeteroMonitor shows how batches are split by speed, which {type(trainer.strategy).__name__} does not do. "
+            "Use a strategy of this package, such as Trainer(strategy='hetero_ddp'), or leave the callback out."
+        )
+    return trainer.strategy
 
 
 def _show(trainer: "pl.Trainer", texts: dict[str, str]) -> None:

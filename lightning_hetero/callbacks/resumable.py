@@ -119,17 +119,12 @@ class ResumableCheckpoint(Resumable):
         Raises:
             UnsupportedError: the strategy is not one of this package.
         """
-        if not isinstance(trainer.strategy, HeteroStrategy):
-            raise UnsupportedError(
-                f"ResumableCheckpoint needs a strategy of this package, and this is {type(trainer.strategy).__name__}. "
-                "Use one, such as Trainer(strategy='hetero_ddp'), or Lightning's ModelCheckpoint."
-            )
+        strategy = _strategy_of(trainer)
         self._ended = {"complete": False, "stopped": False}
-        joins = trainer.strategy.ticket is not None  # a job that runs, and has its checkpoints
+        joins = strategy.ticket is not None  # a job that runs, and has its checkpoints
         if not joins:
             self._kept, self._owed, self._since = RetentionPolicy(self.keep), None, None
         if stage == TrainerFn.FITTING and not joins and not getattr(trainer, "fast_dev_run", False):
-            strategy = trainer.strategy
             resume_by(trainer, lambda path, named: path if named else self._newest(strategy, path))
 
     def _newest(self, strategy: HeteroStrategy, given: str | None) -> str | None:
@@ -173,8 +168,7 @@ class ResumableCheckpoint(Resumable):
     def on_train_start(self, trainer: "pl.Trainer", pl_module: Any) -> None:
         if getattr(trainer, "fast_dev_run", False):
             return
-        strategy = trainer.strategy
-        assert isinstance(strategy, HeteroStrategy)
+        strategy = _strategy_of(trainer)
         self._fit, self._kept = strategy.broadcast((next(self._fits), self._kept))  # some ranks may be new
         self._close()
         self._session = CheckpointSession(strategy, f"checkpoints of fit {self._fit}", self.background, self._owed)
@@ -198,9 +192,8 @@ class ResumableCheckpoint(Resumable):
             self._counted |= self._at // self.every_n_steps > before // self.every_n_steps
         if not (timed or self._counted) or loses_the_end(trainer):  # then after the next batch
             return
-        strategy = trainer.strategy
-        assert isinstance(strategy, HeteroStrategy)
-        not_none(strategy.stop_request, "what ends a batch").save_after_batch(lambda: self._save_due(trainer, timed))
+        request = not_none(_strategy_of(trainer).stop_request, "what ends a batch")
+        request.save_after_batch(lambda: self._save_due(trainer, timed))
 
     def _save_due(self, trainer: "pl.Trainer", timed: bool) -> None:
         self._save(trainer, not_none(self._session, "the session of the fit").writer)
@@ -219,8 +212,7 @@ class ResumableCheckpoint(Resumable):
 
     def _save(self, trainer: "pl.Trainer", writer: BackgroundWriter) -> None:
         """Save now, unless the save before is not done yet (collective). An error of one rank is one of all."""
-        strategy, step = trainer.strategy, trainer.global_step
-        assert isinstance(strategy, HeteroStrategy)
+        strategy, step = _strategy_of(trainer), trainer.global_step
         if writer.agree():
             return self._left_out(step)
         if self._latest is not None and self._latest[0] is strategy.job:  # else ranks were lost, or have joined
@@ -272,6 +264,15 @@ class ResumableCheckpoint(Resumable):
     @override
     def teardown(self, trainer: "pl.Trainer", pl_module: Any, stage: str) -> None:
         self._close()
+
+
+def _strategy_of(trainer: "pl.Trainer") -> HeteroStrategy:
+    if not isinstance(trainer.strategy, HeteroStrategy):
+        raise UnsupportedError(
+            f"ResumableCheckpoint needs a strategy of this package, and this is {type(trainer.strategy).__name__}. Use "
+            "one, such as Trainer(strategy='hetero_ddp'), or Lightning's ModelCheckpoint."
+        )
+    return trainer.strategy
 
 
 class CheckpointSession:

@@ -177,28 +177,28 @@ class Verdict(NamedTuple):
     """The report's words.
 
     Attributes:
-        slowest: the rank that takes longest; None for one rank alone.
-        cause: what sets it apart; None if it does not stand out.
-        times: how many times as long as the others' median it takes.
         headline: one sentence on the slowest rank.
         sentences: what the split gains, how close the job comes to its ranks' speeds, and where the time goes.
         advice: what to do next, at least one sentence.
-        gain: how many times as fast the slowest rank is done with a step as it would be with an even split; None if
-            this is not known.
         efficiency: the job's samples per second over the sum of the ranks' own speeds.
         spent: parts of all ranks' time, which add up to 1: ``compute``, ``data``, ``waiting`` (for slower ranks),
             ``network`` (what even the ranks that nobody waits for spend on communication) and ``between`` steps.
+        slowest: the rank that takes longest; None for one rank alone.
+        cause: what sets it apart; None if it does not stand out.
+        times: how many times as long as the others' median it takes.
+        gain: how many times as fast the slowest rank is done with a step as it would be with an even split; None if
+            this is not known.
     """
 
-    slowest: int | None
-    cause: Cause | None
-    times: float
     headline: str
     sentences: tuple[str, ...]
     advice: tuple[str, ...]
-    gain: float | None
     efficiency: float
     spent: dict[str, float]
+    slowest: int | None = None
+    cause: Cause | None = None
+    times: float = 1.0
+    gain: float | None = None
 
 
 def verdict_of(fit: FitRecord) -> Verdict:
@@ -257,7 +257,7 @@ def judge(
         who = "One rank alone" if len(ranks) == 1 else f"Rank {own.rank} alone has samples"
         headline = f"{who}: {own.pace:,.0f} samples/s{each}."
         advice = _advice(ranks, spent, automatic, gain, faster, slow, None)
-        return Verdict(None, None, 1.0, headline, (where,), advice, None, efficiency, spent)
+        return Verdict(headline, (where,), advice, efficiency, spent)
     even = None if scales is None else _even(taking)  # without it, the shares are taken as they are
     parts = [_parts(ranks[i], network[i], s) for i, s in zip(at_work, scales or [1.0] * len(taking), strict=True)]
     at = max(range(len(parts)), key=lambda i: sum(parts[i].values()))
@@ -285,7 +285,7 @@ def judge(
         same = "with the shares as they are" if even is None else "with equal shares"
         sentences.insert(0, f"Altogether, {same}, its steps take {times:.1f} times as long as the others'.")
     advice = _advice(ranks, spent, automatic, gain, faster, slow, cause)
-    return Verdict(slowest.rank, cause, times, headline, tuple(sentences), advice, gain, efficiency, spent)
+    return Verdict(headline, tuple(sentences), advice, efficiency, spent, slowest.rank, cause, times, gain)
 
 
 def _told(change: ReportedChange) -> str:
@@ -313,7 +313,7 @@ def _in_part(own: RankTotals, missing: int, efficiency: float, spent: dict[str, 
         f"{spent['between']:.0%} {_BETWEEN}."
     )
     advice = ("Read the error first. For a verdict, a fit must end without one.",)
-    return Verdict(None, None, 1.0, headline, (where,), advice, None, efficiency, spent)
+    return Verdict(headline, (where,), advice, efficiency, spent)
 
 
 def _parts(rank: RankTotals, network: float, scale: float) -> dict[Cause, float]:

@@ -78,12 +78,9 @@ class LoaderSeedState:
     @contextmanager
     def replay(self) -> Iterator[None]:
         """Iterate over the loader again in this block: it draws the same numbers. Then others go on where they were."""
-        now = torch.get_rng_state()
-        torch.set_rng_state(self._state)
-        if self._own is not None:
-            generator, state = self._own
-            generator.set_state(state)
-        try:
+        with torch.random.fork_rng(devices=[]):
+            torch.set_rng_state(self._state)
+            if self._own is not None:
+                generator, state = self._own
+                generator.set_state(state)
             yield
-        finally:
-            torch.set_rng_state(now)

@@ -97,16 +97,8 @@ class Shards:
         Returns:
             A name for a save, the same on all ranks.
         """
-        return self.apply_removals(files, is_leader, value_of_rank(self.removals(), 0))
-
-    def removals(self) -> tuple[str, list[RemovedCheckpoint]]:
-        """Rank 0's input to :meth:`apply_removals`: a name for a save, and what it has removed since the last call."""
-        told, self._gone = self._gone, []  # a thread may remove more meanwhile
-        return secrets.token_hex(6), told
-
-    def apply_removals(self, files: CheckpointIO, is_leader: bool, news: tuple[str, list[RemovedCheckpoint]]) -> str:
-        """Remove the shards of checkpoints that rank 0 has removed, where rank 0 cannot; returns the save's name."""
-        save, told = news
+        removed, self._gone = self._gone, []  # a thread may remove more meanwhile
+        save, told = value_of_rank((secrets.token_hex(6), removed), 0)
         for gone in told:
             self._clear(files, gone, is_leader, save)  # another leader may already write to the same folder
         return save
@@ -153,23 +145,25 @@ def read(load: Callable[[str], dict[str, Any]], path: Any, replica: str, save: s
     return None
 
 
-def agree_on_problem(problem: str | None, error: Exception | None) -> str | None:
-    """The reason why some rank cannot go on where its replica has stopped, the same on all ranks (collective).
+def gather_or_raise(value: Any, error: Exception | None, what: str, doing: str = "resume") -> list[Any]:
+    """One value per rank, unless some rank had an error, which is raised on all (collective).
 
     Args:
-        problem: of this rank, for which all replicas start from the checkpoint's weights.
-        error: of this rank, for which nobody can go on.
+        value: this rank's.
+        error: of this rank, if it had one.
+        what: completes "rank 1 of 4 could not gather ..." in an error.
+        doing: what ranks could not do for such an error: "save" or "resume".
 
     Raises:
         CheckpointError: another rank's error. This rank's own is raised as it is.
     """
-    everyone = gather((problem, None if error is None else str(error)), "what replicas can resume from")
+    everyone = gather((value, None if error is None else str(error)), what)
     if error is not None:
         raise error
     for rank, (_, text) in enumerate(everyone):
         if text is not None:
-            raise CheckpointError(f"rank {rank} could not resume: {text}")
-    return next((problem for problem, _ in everyone if problem is not None), None)
+            raise CheckpointError(f"rank {rank} could not {doing}: {text}")
+    return [value for value, _ in everyone]
 
 
 def _prune(files: CheckpointIO, path: Any, keeps: Callable[[str], bool], halves: Collection[str] = ()) -> None:

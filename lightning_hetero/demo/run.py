@@ -70,7 +70,6 @@ class Stopwatch(Callback):
 
     @override
     def on_train_batch_start(self, *_: Any) -> None:
-        """A step begins."""
         self._start = time.time()  # one clock for all processes of this machine
         self._timer.restart()
 
@@ -88,7 +87,6 @@ class Stopwatch(Callback):
     def on_train_batch_end(
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """A step ends."""
         [(samples, work, wait, *_)] = self._timer.end_step(len(batch[0]))
         if isinstance(trainer.strategy, ReplicaStrategy):  # it waits for other nodes after the optimizer's step
             exposed = trainer.strategy.traffic.exposed
@@ -98,7 +96,6 @@ class Stopwatch(Callback):
 
     @override
     def on_train_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-        """Bring the steps of all ranks together."""
         self.ranks = [[]] * trainer.world_size
         torch.distributed.all_gather_object(self.ranks, self._steps)
 

@@ -88,7 +88,7 @@ def check_variables(environment: ClusterEnvironment, num_nodes: int) -> None:
     """
     inner = getattr(environment, "inner", environment)
     if isinstance(inner, TorchElasticEnvironment):
-        _require(("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT"), ("MASTER_ADDR",), "torchrun sets them all")
+        _require(("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT"), "torchrun sets them all")
         if not 0 <= int(os.environ["RANK"]) < int(os.environ["WORLD_SIZE"]):
             raise LaunchError(
                 f"RANK={os.environ['RANK']} is not below WORLD_SIZE={os.environ['WORLD_SIZE']}. Launch with torchrun, "
@@ -104,7 +104,6 @@ def check_variables(environment: ClusterEnvironment, num_nodes: int) -> None:
     elif num_nodes > 1:
         _require(
             ("MASTER_PORT",),
-            ("MASTER_ADDR",),
             f"num_nodes={num_nodes}: without them every node would wait on a port of its own 127.0.0.1. Launch with "
             "torchrun, srun or mpiexec on each node, or leave num_nodes out if there is one machine",
         )
@@ -115,8 +114,9 @@ def check_variables(environment: ClusterEnvironment, num_nodes: int) -> None:
             )
 
 
-def _require(numbers: tuple[str, ...], texts: tuple[str, ...], reason: str) -> None:
-    missing = [name for name in (*numbers, *texts) if not os.environ.get(name)]
+def _require(numbers: tuple[str, ...], reason: str) -> None:
+    """See that MASTER_ADDR is set, and so are these numbers."""
+    missing = [name for name in (*numbers, "MASTER_ADDR") if not os.environ.get(name)]
     if missing:
         raise LaunchError(f"missing launcher variables: {', '.join(missing)} ({reason}).")
     wrong = [f"{name}={os.environ[name]!r}" for name in numbers if not os.environ[name].isdigit()]

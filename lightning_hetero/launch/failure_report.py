@@ -89,9 +89,10 @@ def _report(error: BaseException, me: int, who: str) -> str:
 
 def _short(error: BaseException) -> str:
     """An error in a line, with its place in the user's program."""
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__) if is_of_user(frame)]
-    lines = [line for frame, line in traceback.walk_tb(error.__traceback__) if is_of_user(frame)]
-    place = f" ({os.path.basename(frames[-1].f_code.co_filename)}:{lines[-1]})" if frames else ""
+    place = ""
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        if is_of_user(frame):
+            place = f" ({os.path.basename(frame.f_code.co_filename)}:{line})"
     return traceback.format_exception_only(error)[-1].strip().split("\n")[0] + place
 
 

@@ -233,10 +233,6 @@ class MeasuredLink(NamedTuple):
     latency: float
     bandwidth: float
 
-    def all_reduce(self, size: int, members: int) -> float:
-        """Seconds for a ring all-reduce of ``size`` bytes, if all links are like this one."""
-        return LinkModel(self.latency, self.bandwidth).all_reduce(size, members)
-
 
 def slowest_link(some: Sequence[MeasuredLink], size: float) -> LinkModel | None:
     """The link over which a message of ``size`` bytes takes longest; ``None``: there is no link."""
@@ -263,7 +259,7 @@ def measure_links(chosen: Sequence[tuple[int, int]]) -> list[MeasuredLink]:
     Raises:
         CommunicationError: another rank did not take part in time.
     """
-    links = []
+    links: list[MeasuredLink] = []
     for pair in chosen:
         link = None
         with deadline(f"measure the link between ranks {pair[0]} and {pair[1]}"):
@@ -272,7 +268,7 @@ def measure_links(chosen: Sequence[tuple[int, int]]) -> list[MeasuredLink]:
             elif dist.get_rank() == pair[1]:
                 _answer(pair[0])
         links.append(gather(link, "the speed of links")[pair[0]])
-    return [MeasuredLink(*link) for link in links]
+    return links
 
 
 def _time(pair: tuple[int, int]) -> MeasuredLink:
@@ -308,6 +304,11 @@ def _answer(other: int) -> None:
         dist.send(torch.zeros(1), other)
         dist.recv(message, other)
         dist.send(message, other)
+
+
+def duration(seconds: float) -> str:
+    """Seconds in words."""
+    return f"{seconds:,.0f} s" if seconds >= 100 else f"{seconds:.3g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
 
 
 _UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9}

@@ -14,7 +14,7 @@ from rich.table import Table
 
 from lightning_hetero.batching.shares import Cost, too_slow
 from lightning_hetero.errors import ConfigurationError
-from lightning_hetero.planning.cluster import HANDLING, MEMORY, Cluster, LinkModel
+from lightning_hetero.planning.cluster import HANDLING, MEMORY, Cluster, LinkModel, duration
 from lightning_hetero.planning.predictions import predictions
 from lightning_hetero.planning.strategy_choice import Setting, changes, search
 
@@ -236,7 +236,6 @@ def plan(
     wire: str | None,
     most: int | None,
     out: Path | None,
-    console: Console | None = None,
 ) -> None:
     """Print what each strategy makes of a cluster, the best one and why, and what would help.
 
@@ -247,7 +246,6 @@ def plan(
         most: largest number of nodes of the weak scaling; ``None``: it is left out, since no link between nodes is
             known.
         out: where to draw that as a PNG. Default: nowhere.
-        console: to print to.
 
     Raises:
         ConfigurationError: the picture cannot be drawn, or not be written there, or there are too many ranks.
@@ -255,12 +253,13 @@ def plan(
     if out is not None:
         _can_draw(out, most)
     few_enough(max(cluster.world, (most or 0) * cluster.largest))
-    console = console or Console()
+    console = Console()
     found = search(cluster, every, wire)
     link = f"; {_link(cluster.between)}" if len(cluster.nodes) > 1 else ""
     console.print(
         f"{len(cluster.nodes)} nodes, {cluster.world} ranks; {cluster.size / 4e6:.4g} million parameters; "
-        f"{cluster.samples} samples a step, {_ms(cluster.even)} if split evenly, {_ms(cluster.split)} by speed{link}"
+        f"{cluster.samples} samples a step, {duration(cluster.even)} if split evenly, {duration(cluster.split)} by "
+        f"speed{link}"
     )
     console.print(_table(found))
     console.print(_LEGEND)
@@ -329,11 +328,9 @@ def draw(curves: dict[str, dict[int, float]], path: Path) -> None:
         curves: of :func:`efficiencies`.
         path: of the file.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 4.5), layout="constrained")
-    FigureCanvasAgg(figure)
     axes = figure.subplots()
     for name, curve in curves.items():
         axes.plot(list(curve), [100 * value for value in curve.values()], marker="o", markersize=3, label=name)
@@ -357,7 +354,7 @@ def _table(found: Sequence[Setting]) -> Table:
     for one, left_out in found:
         note = "exact" if one.exact else "seldom" if one.seldom else "" if one.repeatable else "async"
         speed = f"{one.speed:,.0f}" if one.speed >= 100 else f"{one.speed:.3g}"
-        numbers = _ms(one.step), f"{one.sent / 1e6:.3g}", speed, f"{one.kept / 1e6:,.0f}", f"{one.efficiency:.0%}"
+        numbers = duration(one.step), f"{one.sent / 1e6:.3g}", speed, f"{one.kept / 1e6:,.0f}", f"{one.efficiency:.0%}"
         table.add_row(one.name, str(one.every), one.wire, *numbers, f"-{len(left_out)} {note}" if left_out else note)
     return table
 
@@ -389,7 +386,7 @@ def why(cluster: Cluster, found: Sequence[Setting]) -> list[str]:
     than = f"{gain:.2f} times the samples/s of ddp" if gain > 1.005 else "and about as fast is ddp"
     lines = [
         f"Best: {best.strategy}, {'and no other is faster' if best.name == 'ddp' else than}. An all-reduce of the "
-        f"gradients over all ranks takes {_ms(cluster.gradients())}, that is "
+        f"gradients over all ranks takes {duration(cluster.gradients())}, that is "
         f"{cluster.gradients() / cluster.split:.2f} steps; hidden behind the backward pass are at most "
         f"{cluster.hidden:.0%} of a step."
     ]
@@ -409,12 +406,8 @@ def why(cluster: Cluster, found: Sequence[Setting]) -> list[str]:
 
 
 def _link(way: LinkModel) -> str:
-    return f"{way.bandwidth / 1e6:.4g} MB/s and {_ms(way.latency)} between nodes"
+    return f"{way.bandwidth / 1e6:.4g} MB/s and {duration(way.latency)} between nodes"
 
 
 def _bar(part: float) -> str:
     return "█" * round(_BAR * part)
-
-
-def _ms(seconds: float) -> str:
-    return f"{seconds:,.0f} s" if seconds >= 100 else f"{seconds:.3g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"

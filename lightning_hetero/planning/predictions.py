@@ -176,8 +176,8 @@ def predictions(cluster: Cluster, every: int = 16, wire: str = "fp32") -> list[P
         wire: number format between replicas; fp32 where a strategy has none such.
     """
     found = [
-        _ddp(cluster),
-        _hetero_ddp(cluster),
+        _gradients(cluster, "ddp", cluster.even, by_link=False),
+        _gradients(cluster, "hetero_ddp", cluster.split, by_link=True),
         *(_average(cluster, every, wire, kind) for kind in AVERAGES if every >= kind.least),
         _average(cluster, DASO_EVERY, wire, DASO),
         *(_center(cluster, every, wire, kind) for kind in CENTERS),
@@ -202,19 +202,12 @@ class _Load(NamedTuple):
     seldom: bool = False
 
 
-def _ddp(cluster: Cluster) -> Prediction:
-    return _gradients(cluster, "ddp", cluster.even, by_link=False)
-
-
-def _hetero_ddp(cluster: Cluster) -> Prediction:
-    return _gradients(cluster, "hetero_ddp", cluster.split, by_link=True)
-
-
 def _gradients(cluster: Cluster, name: str, work: float, by_link: bool) -> Prediction:
     """One all-reduce of the gradients over all ranks in a step, behind a part of it."""
     exposed = cluster.exposed(cluster.gradients(), work, by_link=by_link)
     load = _Load(work, exposed, _ring(cluster.size, cluster.world, len(cluster.nodes)))
-    return _made(cluster, name, load, exact=True)
+    kept = (BUCKETS if name == "ddp" else BUCKETS + OVER_GLOO) * cluster.size / 4
+    return Prediction(name, {}, f'"{name}"', *_costs(cluster, load), exact=True, kept=kept)
 
 
 def _average(cluster: Cluster, every: int, wire: str, kind: StrategyKind) -> Prediction:
@@ -231,17 +224,13 @@ def _center(cluster: Cluster, every: int, wire: str, kind: StrategyKind) -> Pred
     Nobody does the steps of another rank: the slowest one, with its visits, says when all are done.
     """
     size = cluster.size * WIRES[kind.wire(wire)]
-    visits = [_visit(cluster, number, size) for number, node in enumerate(cluster.nodes) for _ in node]
+    ways = (cluster.between if number else cluster.within for number, node in enumerate(cluster.nodes) for _ in node)
+    visits = [way.visit(size) for way in ways]
     each = [pace + kind.waited(visit, pace, every) for pace, visit in zip(cluster.paces, visits, strict=True)]
     step = max(max(each) + _handled(cluster, every), sum(visits) / every)
     away = cluster.world - len(cluster.nodes[0])
     sent = max(away, cluster.largest) * size / every  # what comes to the center, and goes back: two directions
     return _made(cluster, kind, _Load(cluster.split, step - cluster.split, sent), kind.given(every, wire))
-
-
-def _visit(cluster: Cluster, node: int, size: float) -> float:
-    """Seconds for a rank of a node to visit a center on the first node."""
-    return (cluster.between if node else cluster.within).visit(size)
 
 
 def _pairs(cluster: Cluster, every: int, wire: str, kind: StrategyKind) -> Prediction:
@@ -290,21 +279,28 @@ def _ring(size: float, members: int, nodes: int) -> float:
     return 2 * (members - 1) / members * size if nodes > 1 else 0.0
 
 
-def _made(
-    cluster: Cluster, kind: StrategyKind | str, load: _Load, options: dict[str, Any] | None = None, exact: bool = False
-) -> Prediction:
-    step, options = load.work + load.exposed, options or {}
+def _costs(cluster: Cluster, load: _Load) -> tuple[float, float, float, float, float]:
+    """Of a prediction: ``step``, ``exposed``, ``sent``, ``speed``, ``efficiency``."""
+    step = load.work + load.exposed
     speed, sent = cluster.samples / step, load.sent if len(cluster.nodes) > 1 else 0.0
-    costs = step, load.exposed, sent, speed, speed / cluster.independent_speed
-    parameters, gradients = cluster.size / 4, BUCKETS + OVER_GLOO
-    if isinstance(kind, str):
-        kept = (BUCKETS if kind == "ddp" else gradients) * parameters
-        return Prediction(kind, options, f'"{kind}"', *costs, exact, kept=kept)
+    return step, load.exposed, sent, speed, speed / cluster.independent_speed
+
+
+def _made(cluster: Cluster, kind: StrategyKind, load: _Load, options: dict[str, Any]) -> Prediction:
     strategy = f"{kind.strategy}({', '.join(f'{name}={_python(value)}' for name, value in options.items())})"
     every = DASO_EVERY if kind.every is None else options[kind.every]
-    kept = (kind.kept + (gradients if kind.nodes and cluster.largest > 1 else 0)) * parameters
-    more = every, options.get("wire", "fp32"), kept
-    return Prediction(kind.name, options, strategy, *costs, exact, kind.repeatable, load.seldom, *more)
+    averages = kind.nodes and cluster.largest > 1  # gradients, within a node
+    return Prediction(
+        kind.name,
+        options,
+        strategy,
+        *_costs(cluster, load),
+        repeatable=kind.repeatable,
+        seldom=load.seldom,
+        every=every,
+        wire=options.get("wire", "fp32"),
+        kept=(kind.kept + (BUCKETS + OVER_GLOO if averages else 0)) * cluster.size / 4,
+    )
 
 
 def _python(value: object) -> str:

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from lightning_hetero.batching.shares import too_slow
-from lightning_hetero.planning.cluster import Cluster
+from lightning_hetero.planning.cluster import Cluster, duration
 from lightning_hetero.planning.predictions import FRAGMENTS, WIRES, Prediction, predictions
 
 _SHORTEST = 1e-9  # seconds of a step, where a device has measured none
@@ -121,8 +121,8 @@ def choose(cluster: Cluster, measured: float, wish: AutoLimits) -> Choice:
     explained = cluster.split + cluster.gradients()  # by an exchange that hides behind nothing
     now = cluster.samples / max(min(measured, explained), _SHORTEST)
     step = (
-        f"A step takes {_ms(measured)}, of which {_ms(cluster.split)} is work; an all-reduce of the gradients over all "
-        f"ranks takes {_ms(cluster.gradients())}"
+        f"A step takes {duration(measured)}, of which {duration(cluster.split)} is work; an all-reduce of the "
+        f"gradients over all ranks takes {duration(cluster.gradients())}"
     )
     if wish.exact:
         return Choice(None, f"{step}. Nothing else is exact.")
@@ -135,20 +135,14 @@ def choose(cluster: Cluster, measured: float, wish: AutoLimits) -> Choice:
     best = preferred(exact, allowed, wish.gain)
     other = max(allowed, key=lambda one: one.speed) if best is exact else best
     then = (
-        f"{step}. {other.strategy} would take {_ms(other.step)}, {other.speed / now:.2f} times the samples/s: "
+        f"{step}. {other.strategy} would take {duration(other.step)}, {other.speed / now:.2f} times the samples/s: "
         f"{'not more' if best is exact else 'more'} than 1 + gain = {1 + wish.gain:g}."
     )
     return Choice(None if best is exact else best, then)
 
 
-def _ms(seconds: float) -> str:
-    return f"{1e3 * seconds:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
-
-
 #: As many steps as ``tau="auto"`` lets lie between two exchanges: replicas that meet more rarely hardly train together.
 RAREST = 500
-
-
 #: Steps between two exchanges, as far as they are searched.
 INTERVALS = (*(2**power for power in range(9)), RAREST)
 
@@ -168,12 +162,7 @@ class Setting(NamedTuple):
     def price(self) -> tuple[object, ...]:
         """Price of the speed, less is better: idle devices, then what makes replicas drift apart."""
         one = self.prediction
-        return (
-            len(self.left_out),
-            one.every,
-            tuple(WIRES).index(one.wire),
-            -one.speed,
-        )
+        return len(self.left_out), one.every, tuple(WIRES).index(one.wire), -one.speed
 
 
 def search(cluster: Cluster, every: int | None = None, wire: str | None = None) -> list[Setting]:
@@ -250,13 +239,10 @@ def changes(cluster: Cluster, every: int | None = None, wire: str | None = None)
         ("the slowest ranks as fast as the fastest", _alike(cluster, slowest)),
     ]
     if len(cluster.nodes) > 1:
-        options.append(("a link ten times as fast", _faster(cluster, 10)))
+        faster = cluster.between._replace(bandwidth=10 * cluster.between.bandwidth)
+        options.append(("a link ten times as fast", replace(cluster, between=faster)))
     found = [(what, search(other, every, wire)[0].prediction) for what, other in options]
     return sorted((PossibleChange(what, best, best.speed / now) for what, best in found), key=lambda one: -one.gain)
-
-
-def _faster(cluster: Cluster, factor: float) -> Cluster:
-    return replace(cluster, between=cluster.between._replace(bandwidth=factor * cluster.between.bandwidth))
 
 
 def _alike(cluster: Cluster, slowest: float) -> Cluster:

@@ -143,10 +143,14 @@ class Replica:
             flats: vectors as :meth:`pack` returns them, or the first of these.
         """
         found: tuple[list[Tensor], list[Tensor]] = [], []
-        for group, flat in zip(self._groups, flats, strict=False):
-            for value, part in zip(group, flat.split([value.numel() for value in group]), strict=True):
-                found[id(value) in self._buffers].append(part.view(value.shape))
+        for value, part in self._places(flats):
+            found[id(value) in self._buffers].append(part.view(value.shape))
         return found
+
+    def _places(self, flats: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+        """Each value of the model with its part of vectors."""
+        for group, flat in zip(self._groups, flats, strict=False):
+            yield from zip(group, flat.split([value.numel() for value in group]), strict=True)
 
     @property
     def parameter_lengths(self) -> list[int]:
@@ -164,11 +168,7 @@ class Replica:
         Args:
             flats: vectors as :meth:`pack` returns them, or the first of these.
         """
-        found = {}
-        for group, flat in zip(self._groups, flats, strict=False):
-            for value, part in zip(group, flat.split([value.numel() for value in group]), strict=True):
-                found[self._names[id(value)]] = part
-        return found
+        return {self._names[id(value)]: part for value, part in self._places(flats)}
 
     @property
     def trainable(self) -> list[str]:
@@ -237,16 +237,15 @@ class Replica:
         if self._settle is not None:
             self._settle()
         stage = stage_of(self._device)
-        for group, flat in zip(self._groups, out, strict=False):
-            for value, place in zip(group, flat.split([value.numel() for value in group]), strict=True):
-                vectors = value.detach().reshape(-1), place
-                if (found := by.get(self._names[id(value)])) is None:
-                    place.copy_(vectors[0], non_blocking=stage.has_streams)
-                    continue
-                size = max(self._piece // value.element_size(), 1) if value.device.type != "cpu" else value.numel()
-                parts = (vector.split(size) for vector in (*vectors, found[0].reshape(-1)))
-                for own, there, other in zip(*parts, strict=True):
-                    there.copy_(own.add(other, alpha=found[1]), non_blocking=stage.has_streams)
+        for value, place in self._places(out):
+            vectors = value.detach().reshape(-1), place
+            if (found := by.get(self._names[id(value)])) is None:
+                place.copy_(vectors[0], non_blocking=stage.has_streams)
+                continue
+            size = max(self._piece // value.element_size(), 1) if value.device.type != "cpu" else value.numel()
+            parts = (vector.split(size) for vector in (*vectors, found[0].reshape(-1)))
+            for own, there, other in zip(*parts, strict=True):
+                there.copy_(own.add(other, alpha=found[1]), non_blocking=stage.has_streams)
         if (ready := stage.ready()) is not None:
             ready.synchronize()
         return list(out)
@@ -275,13 +274,11 @@ class Replica:
         if self._settle is not None:
             self._settle()
         stage, pairs = stage_of(self._device), list[tuple[Tensor, Tensor]]()
-        sizes = [[value.numel() for value in group] for group in self._groups]
-        for group, flat, own in zip(self._groups, out, sizes, strict=False):
-            for value, place in zip(group, flat.split(own), strict=True):
-                if id(value) in self._buffers:
-                    place.copy_(value.reshape(-1), non_blocking=stage.has_streams)
-                else:
-                    pairs.append((value, place))
+        for value, place in self._places(out):
+            if id(value) in self._buffers:
+                place.copy_(value.reshape(-1), non_blocking=stage.has_streams)
+            else:
+                pairs.append((value, place))
         return list(out), stage.copy_beside(pairs)
 
     @property

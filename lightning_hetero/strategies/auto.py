@@ -13,7 +13,6 @@ from typing_extensions import override
 from lightning_hetero import lightning_compat
 from lightning_hetero.algorithms.automatic import AutoAverager
 from lightning_hetero.algorithms.base import Averager
-from lightning_hetero.algorithms.fragments import modules_of
 from lightning_hetero.batching.repartition import Repartition
 from lightning_hetero.batching.reports import Report
 from lightning_hetero.batching.sampler import ShareSampler
@@ -28,6 +27,7 @@ from lightning_hetero.errors import ConfigurationError, UnsupportedError
 from lightning_hetero.planning import cluster
 from lightning_hetero.planning.cluster import MEMORY, Cluster, LinkModel
 from lightning_hetero.planning.strategy_choice import AutoLimits, Choice, choose
+from lightning_hetero.replicas.fragments import modules_of
 from lightning_hetero.replicas.sharding import is_sharded
 from lightning_hetero.replicas.vectors import broadcast_values
 from lightning_hetero.strategies.base import HeteroStrategy
@@ -119,21 +119,8 @@ class AutoStrategy(ReplicaStrategy):
         self._last = self._until + (_TRIES - 1) * self.algorithm.measure
 
     @override
-    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
-        output = super().optimizer_step(*args, **kwargs)
-        if self.trainer.lightning_module.automatic_optimization:
-            self._between_windows()
-        return output
-
-    @override
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        output = super().training_step(*args, **kwargs)
-        if not self.trainer.lightning_module.automatic_optimization:
-            self._between_windows()
-        return output
-
-    def _between_windows(self) -> None:
-        """All that follows from an optimizer's step is done."""
+    def _window_ended(self) -> None:
+        super()._window_ended()
         if self._next and self.engine.windows >= self._next:
             self._choose()
 
@@ -152,9 +139,12 @@ class AutoStrategy(ReplicaStrategy):
                 if self._next > self._last:
                     self._stay("not every rank has measured its speed, or steps differ in size.")
                 return
-            near, far = (self._measured(pairs, self._size()) for pairs in cluster.pairs_to_measure(self._nodes()))
+            nodes = self.job.view.topology.nodes
+            near, far = (self._measured(pairs, self._size()) for pairs in cluster.pairs_to_measure(nodes))
             measured = replace(unlinked, within=near, between=far)
-            step = self._batches() * max(report.compute + report.wait for report in self.accounting.reports)
+            step = self.trainer.accumulate_grad_batches * max(
+                report.compute + report.wait for report in self.accounting.reports
+            )
             own, fragments = self.algorithm, len(modules_of(self._sizes()))
             wish = AutoLimits(own.gain, own.exact, own.deterministic, own.every, own.wire, fragments)
             if early and choose(measured, step, wish._replace(gain=_CLEAR * (1 + wish.gain) - 1)).prediction is None:
@@ -176,9 +166,6 @@ class AutoStrategy(ReplicaStrategy):
     def _take(self, name: str, options: Mapping[str, Any]) -> None:
         self.chosen = StrategyRegistry[name]["strategy"](**options)
 
-    def _nodes(self) -> list[list[int]]:
-        return [list(ranks) for ranks in self.job.view.topology.nodes]
-
     def _measured(self, pairs: list[tuple[int, int]], size: float) -> LinkModel:
         """The slowest of some links for a message of ``size`` bytes (collective)."""
         some = pairs[:: -(-len(pairs) // _PAIRS)] if pairs else []
@@ -189,11 +176,11 @@ class AutoStrategy(ReplicaStrategy):
         planner, reports = self.accounting.planner, self.accounting.reports
         if planner.infers_total or not planner.total or len(reports) != planner.world:
             return None
-        batches = self._batches()  # gradients travel once in so many
+        batches = self.trainer.accumulate_grad_batches  # gradients travel once in so many
         costs = [_straight(report, batches) for report in reports]
         if not all(cost.is_valid() and cost.fixed >= 0 for cost in costs):
             return None
-        nodes = tuple(tuple(costs[rank] for rank in ranks) for ranks in self._nodes())
+        nodes = tuple(tuple(costs[rank] for rank in ranks) for ranks in self.job.view.topology.nodes)
         shares = () if planner.auto else tuple(batches * n for n in planner.shares(self.accounting.step))
         return Cluster(nodes, batches * planner.total, self._size(), MEMORY, MEMORY, given=shares)
 
@@ -205,10 +192,6 @@ class AutoStrategy(ReplicaStrategy):
         """Values of the parameters that are trained, by name."""
         module = self.trainer.lightning_module
         return {name: values.numel() for name, values in module.named_parameters() if values.requires_grad}
-
-    def _batches(self) -> int:
-        """Of an optimizer step."""
-        return self.trainer.accumulate_grad_batches
 
     def _view_of_replicas(self) -> View:
         """The view of the same ranks, with the replicas that the chosen strategy asks for now."""
@@ -243,9 +226,7 @@ class AutoStrategy(ReplicaStrategy):
         job = Job(self._view_of_replicas(), former.timeout, former.within)
         former_ranks = tuple(range(former.view.world))
         self.build(job, Repartition(former_ranks, start, accounting.reports_applied))
-        broadcast_values(
-            self.trainer.lightning_module
-        )  # unlike devices round differently, and buffers are each rank's own
+        broadcast_values(self.module)  # unlike devices round differently, and buffers are each rank's own
         self.start_averager()
         self.wrap_in_view()
         self.continue_in_view()

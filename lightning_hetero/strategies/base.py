@@ -359,8 +359,7 @@ class HeteroStrategy(JobStrategy):
     def on_train_start(self) -> None:
         super().on_train_start()
         self.collaborators.nonfinite.begin(searching=lightning_compat.searches_lr(self.trainer))
-        limited = self.options.max_batch_size is not None or bool(self.options.whole_batches)
-        self.step.begin_fit(self.trainer.lightning_module, self.options.balance != "off", limited)
+        self.step.begin_fit(self.trainer.lightning_module)
         self._rank_state.begin()
         self.recovery.begin()
 
@@ -383,8 +382,7 @@ class HeteroStrategy(JobStrategy):
         if self.monitored is not None:
             self.monitored.close()
         if self.joined:
-            self.engine.close()
-            self.step.close()
+            self.collaborators.close()
         with lightning_compat.module_without_values_stays(self.lightning_module):
             super().teardown()
         self.group_overrides.take_back()
@@ -438,14 +436,15 @@ class HeteroStrategy(JobStrategy):
 
     def _save(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None) -> None:
         """Save a checkpoint (collective). It may be called again."""
+        joins = saving.others_join(self.checkpoint_io)
         with self._rank_state.saving(checkpoint) as whole:
-            if is_sharded(self.lightning_module) and not saving.others_join(self.checkpoint_io):
+            if is_sharded(self.lightning_module) and not joins:
                 self._save_sharded(whole, filepath, storage_options)
                 return
-            if self.is_global_zero and not saving.others_join(self.checkpoint_io):
+            if self.is_global_zero and not joins:
                 directory.remove(filepath)
             super().save_checkpoint(whole, filepath, storage_options)
-            if saving.others_join(self.checkpoint_io) and not self.is_global_zero:
+            if joins and not self.is_global_zero:
                 # Kept on each rank: rank 0 may be lost before it sends its own.
                 self.checkpoint_io.save_checkpoint(portable(checkpoint), filepath)
 

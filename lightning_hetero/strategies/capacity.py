@@ -38,7 +38,7 @@ from lightning_hetero.comm.agreement import gather
 from lightning_hetero.comm.collectives import Collectives, TrialBatch
 from lightning_hetero.comm.object_collectives import CPU
 from lightning_hetero.comm.threads import without_process_group
-from lightning_hetero.errors import ConfigurationError, HeteroError, ShareError, UnsupportedError
+from lightning_hetero.errors import ConfigurationError, HeteroError, ShareError, UnsupportedError, not_none
 from lightning_hetero.strategies.options import Options, memory_per_rank
 from lightning_hetero.strategies.trainer_checks import say_passes
 
@@ -99,8 +99,7 @@ class Capacity:
         if self.options.max_batch_size != "auto":
             return False
         module = trainer.lightning_module
-        if (loaders := lightning_compat.combined_loader(trainer)) is None:
-            raise UnsupportedError("max_batch_size='auto' tries batches where a fit begins; its data are not set up.")
+        loaders = not_none(lightning_compat.combined_loader(trainer), "the training dataloaders")
         batches = Batches(loaders)
         memory = memory_per_rank(self.options.max_batch_memory, trainer.world_size)[trainer.global_rank]
         basis = [*gather([_name_of(trainer.strategy.root_device), memory], "devices and their memory"), batches.total]
@@ -228,7 +227,7 @@ class _Search:
         trainer.loggers = [DummyLogger() for _ in loggers]
         try:
             with trials.begun():
-                vars(module).update(log=_log_nothing, log_dict=_log_nothing)  # undone with the trial
+                vars(module).update(log=lambda *_, **__: None, log_dict=lambda *_, **__: None)  # undone with the trial
                 units = largest(
                     lambda units: trials.fits(partial(self._step, units * unit)),
                     -(-self.least // unit),
@@ -287,16 +286,11 @@ def usable(fitting: int, least: int, most: int) -> int:
     return most if fitting >= most else max(least, int(_USED * fitting))
 
 
-def _log_nothing(*_: Any, **__: Any) -> None:
-    pass
-
-
 def _draw_anew(trainer: "pl.Trainer", accounting: BatchAccounting, combined: CombinedLoader) -> None:
     """Let batches be drawn again, of the new sizes, that workers have prefetched."""
     loaders = accounting.loaders
     sources = loaders.sources()
-    begun = [getattr(getattr(source, "batch_sampler", source), "begun", None) for source in sources]
-    if all(position is None for position in begun):
+    if all(getattr(source, "begun", None) is None for source in sources):
         return
     with ExitStack() as stack:
         for source in reversed(sources):

@@ -44,7 +44,7 @@ class GroupOverrides:
     """Puts the replica's group where the default was, and the default back at the end of a fit."""
 
     def __init__(self) -> None:
-        self._holders: list[tuple[Any, Any]] = []  # each with what it had
+        self._holders: list[Any] = []
 
     def lend(self, holder: Any, group: dist.ProcessGroup | None) -> None:
         """Let an object that has the default, or a group from here, go over a replica's ranks.
@@ -53,9 +53,9 @@ class GroupOverrides:
             holder: with a ``process_group``.
             group: of the replica; ``None``: it is one rank.
         """
-        lent = any(holder is other for other, _ in self._holders)
+        lent = any(holder is other for other in self._holders)
         if not lent and is_world(holder.process_group):
-            self._holders.append((holder, None))
+            self._holders.append(holder)
             lent = True
         if lent:
             holder.process_group = _NOBODY if group is None else group
@@ -72,8 +72,8 @@ class GroupOverrides:
 
     def take_back(self) -> None:
         """Put the defaults back."""
-        for holder, default in self._holders:
-            holder.process_group = default
+        for holder in self._holders:
+            holder.process_group = None
         self._holders.clear()
 
 

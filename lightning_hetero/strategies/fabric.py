@@ -103,10 +103,7 @@ class HeteroFabricStrategy(DDPStrategy):
         planner, ranks = options.planner(world), self.job.view.replica.ranks
 
         def loaders(plans: Planner) -> Loaders:
-            broadcast, size = partial(value_of_rank, rank=0), options.global_batch_size
-            return Loaders(
-                rank, ranks, plans, self._begin_pass, broadcast, _no_peers, lambda _: 1.0, size, False, False
-            )
+            return Loaders(rank, ranks, plans, options, self._begin_pass, partial(value_of_rank, rank=0), _no_peers)
 
         self.loaders, self.evaluating = loaders(planner), loaders(Planner(world, "off"))
         gathering = AsyncAllGather(self.job.report_group(), 1)

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -13,17 +13,15 @@ from lightning_hetero.batching.accounting import BatchAccounting
 from lightning_hetero.batching.nonfinite import NonFiniteGuard
 from lightning_hetero.batching.plan_thread import PlanAgreement
 from lightning_hetero.batching.repartition import Repartition, plan_for_survivors
-from lightning_hetero.batching.sample_costs import SampleCosts, StreamCosts, sample_costs_of, stream_costs_of
 from lightning_hetero.batching.sampler import Position
 from lightning_hetero.batching.stream_peers import StreamPeers
-from lightning_hetero.batching.streams import SharedStream
 from lightning_hetero.batching.timer import StepTimer
-from lightning_hetero.batching.weights import samples_in
 from lightning_hetero.comm import failures
 from lightning_hetero.comm.agreement import AsyncAllGather, gather, value_of_rank
-from lightning_hetero.comm.all_reduce import ReplicaLinks
+from lightning_hetero.comm.all_reduce import Between, ReplicaLinks
 from lightning_hetero.comm.collectives import Collectives
 from lightning_hetero.comm.job import Job
+from lightning_hetero.comm.view import View
 from lightning_hetero.errors import UnsupportedError, not_none
 from lightning_hetero.replicas.drift import ParameterDriftCheck
 from lightning_hetero.replicas.optimizer_states import hyperparameters
@@ -47,21 +45,21 @@ class Lasting:
     """Collaborators of a strategy that last from one view to the next, and what it says of itself.
 
     Attributes:
+        options: of the strategy.
+        device: on which this rank computes.
         timer: this rank's timer.
         collectives: of the strategy.
         trainer: gives the Trainer once there is one.
-        make_engine: makes what happens between replicas.
-        make_links: makes the network between replicas; given with which ranks this one exchanges its shards, if any.
         current: gives the accounting of the latest view: loaders stay when ranks are lost.
         retry: calls a function of what ranks do together, and calls it again if a rank was lost meanwhile.
         changing: whether ranks recover from a loss.
     """
 
+    options: Options
+    device: torch.device
     timer: StepTimer
     collectives: Collectives
     trainer: "Callable[[], pl.Trainer]"
-    make_engine: Callable[[Job, BatchAccounting], Engine]
-    make_links: Callable[[Job, Columns | None], ReplicaLinks]
     current: Callable[[], BatchAccounting]
     retry: Callable[[Callable[[], Any]], Any]
     changing: Callable[[], bool]
@@ -76,7 +74,7 @@ class Fit:
 
     Attributes:
         job: with the view.
-        options: of the strategy.
+        sharing: the view of those who share out samples.
         lasting: what lasts from one view to the next.
         accounting: of this rank's batches.
         engine: what happens between replicas.
@@ -88,7 +86,7 @@ class Fit:
     """
 
     job: Job
-    options: Options
+    sharing: View
     lasting: Lasting
     accounting: BatchAccounting
     engine: Engine
@@ -119,7 +117,6 @@ class Fit:
     def build(
         cls,
         job: Job,
-        options: Options,
         lasting: Lasting,
         former: "Fit | None" = None,
         repartition: Repartition | None = None,
@@ -128,7 +125,6 @@ class Fit:
 
         Args:
             job: with the view.
-            options: of the strategy.
             lasting: what lasts from one view to the next.
             former: what was made from an earlier view, which goes on in the new parts.
             repartition: in the midst of a fit: which of the former ranks remain, and from which step on they share
@@ -138,13 +134,13 @@ class Fit:
             UnsupportedError: on every rank, when loaders are set up: each rank has a stream of its own, and several
                 are to get the same samples.
         """
+        options, timer, collectives = lasting.options, lasting.timer, lasting.collectives
+        trainer, current, retry = lasting.trainer, lasting.current, lasting.retry
         view, size = job.view, options.tensor_parallel
-        timer, collectives, trainer = lasting.timer, lasting.collectives, lasting.trainer
-        current, retry = lasting.current, lasting.retry
-        data = view.data_parallel(size)
+        sharing = view.data_parallel(size)
         # Replicas that differ look when they meet, so that all learn of it at once.
         mode = options.on_nan if view.count == 1 else "ignore"
-        planner = options.planner(data.world, data.ids if view.number else None)
+        planner = options.planner(sharing.world, sharing.ids if view.number else None)
         if former is not None and repartition is not None:
             planner = plan_for_survivors(former.accounting.planner, repartition.former_ranks, planner)
 
@@ -153,19 +149,6 @@ class Fit:
             here = position(trainer(), current().step)
             current().planner.origin = here.batch - here.step
             return here
-
-        def samples_of(batch: Any) -> float:
-            if callable(getattr(trainer().lightning_module, "batch_weight", None)):
-                return 1.0  # the user's own weights count
-            return samples_in(batch)
-
-        def costs_of(dataset: Any) -> SampleCosts | StreamCosts | None:
-            if dataset is None:
-                options.refuse_costs()
-                return None
-            if isinstance(dataset, SharedStream):
-                return stream_costs_of(dataset.dataset, options.sample_cost, options.cost)
-            return sample_costs_of(dataset, trainer().lightning_module, options.sample_cost, options.cost)
 
         streams = count()
 
@@ -177,42 +160,27 @@ class Fit:
                 )
             return StreamPeers(job, timer, length, next(streams))
 
-        loaders = Loaders(
-            data.rank,
-            data.replica.ranks,
-            planner,
-            begin_pass,
-            collectives.broadcast,
-            stream_peers,
-            samples_of,
-            options.global_batch_size,
-            options.sizes,
-            options.balance_iterable,
-            options.max_batch_size is not None,
-            costs_of,
-            retry,
-            options.whole_batches,
-            options.cost == "samples",
-        )
+        rank, replica = sharing.rank, sharing.replica.ranks
+        loaders = Loaders(rank, replica, planner, options, begin_pass, collectives.broadcast, stream_peers, retry)
         ranks, small = job.data_parallel_ranks(size), partial(job.small_group, size)
-        gathering, several = AsyncAllGather(job.report_group(), size), view.count > 1
-        accounting = BatchAccounting(planner, timer, loaders, data.replica.ranks, small, gathering, several)
+        gathering = AsyncAllGather(job.report_group(), size)
+        accounting = BatchAccounting(planner, timer, loaders, replica, small, gathering, view.count > 1)
         accounting.settings = lambda: hyperparameters(trainer().optimizers)
         on_devices = all(view.topology.places[rank].device != "cpu" for rank in view.replica.ranks)
         nonfinite = NonFiniteGuard(mode, ranks, small, timer.waiting, lambda: describe(trainer()), on_devices)
         if former is not None:
             accounting.continue_from(former.accounting, repartition)
-        engine = lasting.make_engine(job, accounting)
+        links = _links(job, options, lasting.device)
+        engine = Engine(view, links, accounting, options.rebalance_every_n_steps, sharing)
         if former is not None:
             engine.continue_from(former.engine)
-        survives = options.on_peer_loss == "continue"
-        step = TrainingStep(accounting, engine, nonfinite, collectives, several, survives)
+        step = TrainingStep(accounting, engine, nonfinite, collectives, options)
         drift = _drift_check(job)
         if former is not None and repartition is not None:
             nonfinite.continue_from(former.nonfinite)
             step.continue_from(former.step)
             loaders.continue_from(former.loaders, repartition)  # last: it changes loaders, which go on
-        return cls(job, options, lasting, accounting, engine, step, loaders, nonfinite, BucketSize(), drift)
+        return cls(job, sharing, lasting, accounting, engine, step, loaders, nonfinite, BucketSize(), drift)
 
     def connect(self, model: torch.nn.Module) -> Columns | None:
         """Let each rank exchange its shards with those that hold the same, if the model is sharded (collective).
@@ -226,7 +194,7 @@ class Fit:
         if not is_sharded(model):
             return None
         columns = Columns.of(model, self.job.view.ranks, self.job.view.rank)
-        links = self.lasting.make_links(self.job, columns)
+        links = _links(self.job, self.lasting.options, self.lasting.device, columns)
         links.traffic, self.engine.links = self.engine.links.traffic, links
         return columns
 
@@ -257,13 +225,13 @@ class Fit:
             if agreement is not None:
                 agreement.before_draw(step)
 
-        PlanAgreement(self.accounting, store, job.view.rank, self.options.limit.total_seconds(), lost)
+        PlanAgreement(self.accounting, store, job.view.rank, lasting.options.limit.total_seconds(), lost)
         planner.before_draw = lambda step: lasting.retry(lambda: before_draw(step))
 
     def settle_plan(self) -> None:
         """End with the same plan on all ranks that remain (collective over them)."""
         if (agreement := self.accounting.agreement) is not None:
-            agreement.settle(lambda plan: gather(plan, "the plan that is agreed"))
+            agreement.settle()
 
     def end_plans(self) -> None:
         """All ranks have trained on all that they draw, or are about to have (collective)."""
@@ -273,10 +241,22 @@ class Fit:
             retry(self.settle_plan)
             agreement.close()
 
-    def close_plans(self) -> None:
-        """End the thread, if there is one; idempotent."""
+    # -- the end -----------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """The run has ended, or an error has ended it; idempotent."""
         if self.accounting.agreement is not None:
             self.accounting.agreement.close()
+        self.engine.close()
+        self.step.close()
+
+
+def _links(job: Job, options: Options, device: torch.device, columns: Columns | None = None) -> ReplicaLinks:
+    """The network between replicas; with columns, between their shards (collective)."""
+    skip: Literal["error", "skip"] = "skip" if options.on_nan == "skip" else "error"
+    ranks, cut = () if columns is None else columns.ranks, None if columns is None or columns.alike else columns.cut
+    between: Between = "gloo" if ranks or options.on_peer_loss == "continue" else options.between
+    return ReplicaLinks(job.view.rank, job.view.ranks, job.groups, skip, job.on_devices(between, device), ranks, cut)
 
 
 def _drift_check(job: Job) -> ParameterDriftCheck | None:

@@ -4,7 +4,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -21,11 +21,10 @@ from lightning_hetero import lightning_compat
 from lightning_hetero.algorithms.base import FitInfo
 from lightning_hetero.algorithms.engine import Engine
 from lightning_hetero.batching.accounting import BatchAccounting
-from lightning_hetero.batching.repartition import PlanningState, Repartition, ShareHistory
+from lightning_hetero.batching.repartition import Repartition, ShareHistory
 from lightning_hetero.batching.timer import StepTimer
 from lightning_hetero.comm import failures
 from lightning_hetero.comm.agreement import raise_on_all, value_of_rank
-from lightning_hetero.comm.all_reduce import Between, ReplicaLinks
 from lightning_hetero.comm.collectives import Collectives
 from lightning_hetero.comm.failures import deadline
 from lightning_hetero.comm.job import Job, RendezvousAddress, ViewSuccession, join_world
@@ -77,14 +76,10 @@ class JobStrategy(DDPStrategy):
         self.group_overrides = GroupOverrides()
         self.recovery = RecoveryPolicy()
 
-    _job: Job | None = None  # once this process has joined
+    _fit: Fit | None = None  # in the present view, once this process has joined a job
     announced_route: tuple[View | None, str] = None, ""  # how gradients travel in a view, as the user has read
     _wraps_again = False  # whether the model is about to be wrapped in another DDP
     ticket: JoinTicket | None = None  # if it joins a job that runs, until training starts
-    accounting: BatchAccounting
-    engine: Engine
-    step: TrainingStep
-    collaborators: Fit
     stop_request: StopRequest | None = None  # of the latest fit
     #: In a fit: what works through the job's store, by its purpose, in the same order on all ranks.
     store_users: dict[str, StoreUser]
@@ -93,11 +88,7 @@ class JobStrategy(DDPStrategy):
 
     #: Attributes that belong to a job or a fit. A copy of the strategy has yet to join.
     of_the_job: ClassVar[tuple[str, ...]] = (
-        "_job",
-        "accounting",
-        "engine",
-        "step",
-        "collaborators",
+        "_fit",
         "stop_request",
         "store_users",
         "monitored",
@@ -122,39 +113,46 @@ class JobStrategy(DDPStrategy):
         """The replicas of the job, each the ranks that average gradients at every step; here one, the world."""
         return (tuple(range(topology.world)),)
 
-    def make_engine(self, job: Job, accounting: BatchAccounting) -> Engine:
-        """The engine of a fit; it gets an averager where there are several replicas."""
-        sharing = job.view.data_parallel(self.options.tensor_parallel)
-        return Engine(job.view, self.make_links(job), accounting, self.options.rebalance_every_n_steps, sharing)
-
-    def make_links(self, job: Job, plan: Columns | None = None) -> ReplicaLinks:
-        """The network between replicas, or between their shards (collective)."""
-        skip: Literal["error", "skip"] = "skip" if self.options.on_nan == "skip" else "error"
-        columns, cut = () if plan is None else plan.ranks, None if plan is None or plan.alike else plan.cut
-        between: Between = "gloo" if columns or self.options.on_peer_loss == "continue" else self.options.between
-        on_devices = job.on_devices(between, self.root_device)
-        return ReplicaLinks(job.view.rank, job.view.ranks, job.groups, skip, on_devices, columns, cut)
-
     # -- the Trainer, the launcher -----------------------------------------------------------------
 
     @property
     def joined(self) -> bool:
         """Whether this process has joined a job."""
-        return self._job is not None
+        return self._fit is not None
 
     @property
-    def job(self) -> Job:
-        """The job that this process has joined.
+    def collaborators(self) -> Fit:
+        """Collaborators of the fit in the present view of the job.
 
         Raises:
-            UnsupportedError: it has not joined one yet.
+            UnsupportedError: this process has not joined a job yet.
         """
-        if self._job is None:
+        if self._fit is None:
             raise UnsupportedError(
                 "strategy.job is there from the beginning of a fit, validation, test or prediction on: the ranks meet "
                 "then. Ask for it there, such as in a callback's hook."
             )
-        return self._job
+        return self._fit
+
+    @property
+    def job(self) -> Job:
+        """The job that this process has joined."""
+        return self.collaborators.job
+
+    @property
+    def accounting(self) -> BatchAccounting:
+        """Accounting of this rank's batches."""
+        return self.collaborators.accounting
+
+    @property
+    def engine(self) -> Engine:
+        """Engine that calls the algorithm between replicas."""
+        return self.collaborators.engine
+
+    @property
+    def step(self) -> TrainingStep:
+        """A training step of this rank."""
+        return self.collaborators.step
 
     @property
     def module(self) -> "pl.LightningModule":
@@ -318,20 +316,17 @@ class JobStrategy(DDPStrategy):
 
         In the midst of a fit ``repartition`` says which of the former ranks remain.
         """
-        former = self.collaborators if self.joined else None
         lasting = Lasting(
+            self.options,
+            self.root_device,
             self.timer,
             self.collectives,
             lambda: self.trainer,
-            self.make_engine,
-            self.make_links,
             lambda: self.accounting,
             lambda operation: self.recovery.retry(operation),
             lambda: self.recovery.changing,
         )
-        self.columns, parts = None, Fit.build(job, self.options, lasting, former, repartition)
-        self._job, self.collaborators = job, parts
-        self.accounting, self.engine, self.step = parts.accounting, parts.engine, parts.step
+        self.columns, self._fit = None, Fit.build(job, lasting, self._fit, repartition)
 
     def continue_with(self, job: Job, repartition: Repartition, missed: bool, source: int, past: ShareHistory) -> None:
         """Go on with the ranks that remain (collective).
@@ -347,10 +342,9 @@ class JobStrategy(DDPStrategy):
         self.take_number(job)
         failures.watch_ranks(self.interface, self.options.limit.total_seconds(), job.view.ids)
         self.collaborators.settle_plan()
-        known = PlanningState.of(self.accounting.planner)
-        value_of_rank(known, source).apply_to(self.accounting.planner)
-        sharing = before.view.data_parallel(self.options.tensor_parallel)
-        past.end(sharing.ids, self.accounting.planner, repartition.start)
+        planner = self.accounting.planner  # it may have missed the latest reports
+        planner.plans, planner.most = value_of_rank((planner.plans, planner.most), source)
+        past.end(self.collaborators.sharing.ids, planner, repartition.start)
         self.build(job, repartition)
         self.engine.take_over(engine, [before.view.index_of(member.id) for member in job.view.replicas])
         if self.accumulates_locally:  # each is weighted for a mean over the former ranks

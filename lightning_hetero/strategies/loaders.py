@@ -19,7 +19,13 @@ from lightning_hetero.batching.passes import CollateInPasses, CollateWhole
 from lightning_hetero.batching.plan import Plan
 from lightning_hetero.batching.planner import Planner
 from lightning_hetero.batching.repartition import Repartition
-from lightning_hetero.batching.sample_costs import BatchCosts, SampleCosts, StreamCosts
+from lightning_hetero.batching.sample_costs import (
+    BatchCosts,
+    SampleCosts,
+    StreamCosts,
+    sample_costs_of,
+    stream_costs_of,
+)
 from lightning_hetero.batching.sampler import (
     AgreedOrder,
     Drawn,
@@ -50,6 +56,7 @@ from lightning_hetero.batching.streams import (
     Stream,
     VaryingBatchSizes,
 )
+from lightning_hetero.batching.weights import samples_in
 from lightning_hetero.checkpoint.random_states import LoaderSeedState
 from lightning_hetero.comm.agreement import check_equal, gather, raise_on_all
 from lightning_hetero.errors import DataError, HeteroError, UnsupportedError
@@ -62,6 +69,7 @@ from lightning_hetero.lightning_compat import (
     mode_of,
     user_shards,
 )
+from lightning_hetero.strategies.options import Options
 from lightning_hetero.strategies.trainer_checks import one_pass, say_passes
 
 if TYPE_CHECKING:
@@ -72,14 +80,13 @@ if TYPE_CHECKING:
 Kind = Literal["map", "shared stream", "resizable stream", "stream"]
 
 
-def kind_of(loader: object, sharded_by_user: bool, sized_by_user: bool, balance_iterable: bool) -> Kind:
+def kind_of(loader: object, sharded_by_user: bool, options: Options) -> Kind:
     """The kind of a training loader.
 
     Args:
         loader: of the user's.
         sharded_by_user: whether it yields this rank's part of the data.
-        sized_by_user: whether the user has given shares, a batch size or limits.
-        balance_iterable: whether measured shares may move where ranks have data of their own.
+        options: of the strategy.
 
     Raises:
         UnsupportedError: it cannot be what the options ask for.
@@ -99,15 +106,15 @@ def kind_of(loader: object, sharded_by_user: bool, sized_by_user: bool, balance_
         return "shared stream"
     if has_iterable_dataset(loader) or sharded_by_user:
         resizable = has_iterable_dataset(loader) and sized_len(loader) is None and loader.batch_size is not None
-        if resizable and (balance_iterable or sized_by_user):
+        if resizable and (options.balance_iterable or options.sizes):
             return "resizable stream"
-        if sized_by_user:
+        if options.sizes:
             raise UnsupportedError(
                 "fixed shares, global_batch_size and limits per rank need batches that can be sized here: those of "
                 "a map-style dataset, or of an iterable one without a length. Yours are sized by your own "
                 "DataLoader: remove these options, or set its batch_size on each rank."
             )
-        if balance_iterable:
+        if options.balance_iterable:
             raise UnsupportedError(
                 "balance_iterable=True needs an iterable dataset without a length, and a DataLoader with a "
                 "batch_size: here the sizes of batches, or their number, are settled. Remove the option, or the "
@@ -136,19 +143,19 @@ def no_batches(loader: DataLoader, name: str) -> HeteroError | None:
     return None
 
 
-def described(loader: Any, kind: Kind, agreed: bool) -> dict[str, Any]:
+def described(loader: Any, kind: Kind, batches: GlobalBatches | None) -> dict[str, Any]:
     """The settings that must be the same on every rank, by their names in messages.
 
     Args:
         loader: a training or evaluation loader.
         kind: of training loader, or ``"map"``.
-        agreed: whether rank 0 sends the order of the samples.
+        batches: that are made of a map-style dataset.
     """
     if kind == "stream":
         return {}
-    if kind != "map":  # a plan needs to know the size of all ranks' batches together
+    if batches is None:  # a plan needs to know the size of all ranks' batches together
         return {"batch_size": loader.batch_size}
-    sampler = getattr(loader.batch_sampler, "sampler", None)
+    sampler, agreed = getattr(loader.batch_sampler, "sampler", None), isinstance(batches.sampler, AgreedOrder)
     return {
         # Rank 0 sends such an order when it is drawn: with workers at once, without them at the first batch.
         "num_workers above 0, with a sampler of yours": agreed and loader.num_workers > 0,
@@ -199,6 +206,10 @@ def with_batch_sampler(loader: Any, batch_sampler: Any) -> Any:
     return loader
 
 
+def _batch_size(loader: Any) -> int:
+    return int(loader.batch_size or getattr(loader.batch_sampler, "batch_size", None) or 1)
+
+
 class Loaders:
     """The dataloaders of one strategy.
 
@@ -206,19 +217,11 @@ class Loaders:
         rank: this rank.
         replica: the ranks that average gradients with this one, itself among them.
         planner: the agreed plans.
+        options: of the strategy.
         begin: says where training stands; called whenever an epoch's first batch is drawn.
         broadcast: sends an object from rank 0 (collective).
         peers: the other ranks, for a stream; given the batches of the longest one, if known (collective).
-        size_of: samples in a batch.
-        global_batch_size: samples in a step of all ranks; default: the loader's ``batch_size`` times the ranks.
-        sized_by_user: whether the user has given shares, a batch size or limits.
-        balance_iterable: whether measured shares may move where ranks have data of their own.
-        limited: whether the user has limited batches, so that a part may be more than a rank takes at once.
-        costs_of: what the samples of a map-style dataset or of a ``SharedStream`` cost, if that is known; given
-            ``None`` for other data, it sees that no costs were asked for.
         retry: calls a function of what ranks do together, and calls it again if a rank was lost meanwhile.
-        whole: whether batches of the user's batch sampler stay whole; a number: so many of them make a step.
-        by_samples: whether these count by their samples where nobody says what samples cost; else all are alike.
     """
 
     def __init__(
@@ -226,31 +229,19 @@ class Loaders:
         rank: int,
         replica: Sequence[int],
         planner: Planner,
+        options: Options,
         begin: Callable[[], Position],
         broadcast: Callable[[Any], Any],
         peers: Callable[[int | None], StreamPeers],
-        size_of: Callable[[Any], float],
-        global_batch_size: int | None,
-        sized_by_user: bool,
-        balance_iterable: bool,
-        limited: bool = False,
-        costs_of: Callable[[Any], SampleCosts | StreamCosts | None] = lambda dataset: None,
         retry: Callable[[Callable[[], Any]], Any] = lambda operation: operation(),
-        whole: bool | int = False,
-        by_samples: bool = False,
     ) -> None:
-        self._costs_of, self._whole, self._by_samples = costs_of, whole, by_samples
-        self.rank, self.replica, self.planner = rank, replica, planner
-        self._begin, self._broadcast, self._peers, self._size_of = begin, broadcast, peers, size_of
-        self._retry = retry
-        self._global_batch_size = global_batch_size
-        self._sized_by_user, self._balance_iterable, self._limited = sized_by_user, balance_iterable, limited
+        self.rank, self.replica, self.planner, self._options = rank, replica, planner, options
+        self._begin, self._broadcast, self._peers, self._retry = begin, broadcast, peers, retry
         self.combined: Callable[[], CombinedLoader | None] = lambda: None  # the Trainer's, once it has one
-        self.seed_states: WeakKeyDictionary[LoaderSource, LoaderSeedState] = (
-            WeakKeyDictionary()
-        )  # when a source was made
+        #: When a source was made.
+        self.seed_states: WeakKeyDictionary[LoaderSource, LoaderSeedState] = WeakKeyDictionary()
         self.own_sizes = [0] * planner.world  # of each rank's batches, where its own loader sizes them; 0: not known
-        self.sizes = GlobalBatchSizes(planner.world, global_batch_size)
+        self.sizes = GlobalBatchSizes(planner.world, options.global_batch_size)
         self.evaluated: WeakSet[EvaluationSampler] = WeakSet()
         self._trainer: pl.Trainer | None = None  # of the running fit, validation, test or prediction
         self._evaluates_by: Plan | None = None  # in the running fit, once it has validated
@@ -293,7 +284,8 @@ class Loaders:
             slot = RankSlot(self.rank, tuple(self.replica), cut, repartition.start)
             batches.repartition(slot, kept, self._begin_pass)
             batches.before_draw = planner.ready
-            if isinstance(order := getattr(batches, "sampler", None), AgreedOrder):
+        for sampler in (*self.evaluated, *self.sources()):
+            if isinstance(order := getattr(sampler, "sampler", None), AgreedOrder):
                 order.agree_by(self._broadcast, lambda: self.rank == 0)
 
     # -- entry -------------------------------------------------------------------------------------
@@ -329,78 +321,70 @@ class Loaders:
         problem: HeteroError | None = None
         kind: Kind = "stream"
         costs: SampleCosts | StreamCosts | None = None
+        whole = self._options.whole_batches
         try:
-            kind = kind_of(loader, sharded_by_user, self._sized_by_user, self._balance_iterable)
-            costs = self._costs_of(loader.dataset if kind in ("map", "shared stream") else None)  # type: ignore[attr-defined]
-            if self._whole and not (kind == "map" and has_own_batches(loader)):
+            kind = kind_of(loader, sharded_by_user, self._options)
+            costs = self._costs(loader, kind, module)
+            if whole and not (kind == "map" and has_own_batches(loader)):
                 raise UnsupportedError(
-                    f"whole_batches={self._whole} keeps the batches of your own batch sampler whole, and this "
-                    "training dataloader has none. Give DataLoader(batch_sampler=...) with a map-style dataset, or "
-                    "remove the option."
+                    f"whole_batches={whole} keeps the batches of your own batch sampler whole, and this training "
+                    "dataloader has none. Give DataLoader(batch_sampler=...) with a map-style dataset, or remove the "
+                    "option."
                 )
-            if self._whole and (why := one_pass(module, of_ranks=False)):
+            if whole and (why := one_pass(module, of_ranks=False)):
                 raise UnsupportedError(
-                    f"whole_batches={self._whole} lets a rank run several batches in a step, each in a pass, which it "
-                    f"cannot here: {why} Remove the option."
+                    f"whole_batches={whole} lets a rank run several batches in a step, each in a pass, which it cannot "
+                    f"here: {why} Remove the option."
                 )
         except HeteroError as error:
             problem = error
         raise_on_all(problem, "the training dataloader")
+        batches = self._batches(loader, evaluation=False) if kind == "map" else None
         told = costs and f"{costs.source}{costs.digest and f', digest {costs.digest}'}"
-        described = {"kind": kind, "costs of samples": told, **self._described(loader, kind)}
-        check_equal("the training dataloader", described)
-        self.planner.hold(kind not in ("map", "shared stream") and not self._balance_iterable)
-        self.planner.one_pass = one_pass(module, of_ranks=kind not in ("map", "shared stream"))
+        check_equal(
+            "the training dataloader", {"kind": kind, "costs of samples": told, **described(loader, kind, batches)}
+        )
+        of_ranks = kind not in ("map", "shared stream")
+        self.planner.hold(of_ranks and not self._options.balance_iterable)
+        self.planner.one_pass = one_pass(module, of_ranks)
         if costs is not None:
             how = "padded to the longest of a part" if costs.padded else "added up"
             rank_zero_info(f"Batches are dealt by what samples cost: {costs.source}, {how}.")
-        if kind == "map":
+        if batches is not None:
             assert not isinstance(costs, StreamCosts)
-            batches = self._batches(loader, evaluation=False)
-            check_enough(samples_in_order(batches), self.planner.world, "training")
-            self.planner.expect(None if isinstance(batches, GroupedBatches) else self._batch_size(loader))
-            by = self._costs_of_batches(loader, batches, costs) if batches.whole else costs
-            sampler = ShareSampler(batches, self.rank, self.replica, self._begin_pass, self._cut, by)
-            sampler.padding, sampler.before_draw = self.planner.least, self.planner.ready
-            if self._limited:
-                collate = CollateInPasses(loader.collate_fn, self.planner.high[self.rank])  # type: ignore[attr-defined]
-                object.__setattr__(loader, "collate_fn", collate)
-            made: object = with_batch_sampler(loader, sampler)
-            if batches.whole:
-                object.__setattr__(loader, "dataset", ListsOfBatches(loader.dataset))  # type: ignore[attr-defined]
-                object.__setattr__(loader, "collate_fn", CollateWhole(loader.collate_fn))  # type: ignore[attr-defined]
+            made: object = self._shared_batches(loader, batches, costs)
         elif kind == "shared stream":
             assert not isinstance(costs, SampleCosts)
-            made = self._shared(loader, costs)
+            made = self._shared_stream(loader, costs)
         else:
-            made = self._stream(loader, kind)
+            made = self._stream(loader, kind, module)
         if module is not None and self.planner.in_passes(self.planner.total):
             say_passes(self.planner, module)
         return made
 
+    def _costs(self, loader: Any, kind: Kind, module: "pl.LightningModule | None") -> SampleCosts | StreamCosts | None:
+        """The costs of a training loader's samples, if they are known."""
+        options = self._options
+        if module is None:
+            return None
+        if kind == "shared stream":
+            return stream_costs_of(loader.dataset.dataset, options.sample_cost, options.cost)
+        if kind == "map":
+            return sample_costs_of(loader.dataset, module, options.sample_cost, options.cost)
+        options.refuse_costs()
+        return None
+
     def evaluation(self, loader: DataLoader, name: str) -> object:
         """Make an evaluation loader yield every sample once, on one rank (collective)."""
         raise_on_all(no_batches(loader, name), f"the {name} dataloader")
-        check_equal(f"the {name} dataloader", self._described(loader, "map"))
         batches = self._batches(loader, evaluation=True)
+        check_equal(f"the {name} dataloader", described(loader, "map", batches))
         check_enough(samples_in_order(batches), self.planner.world, name)
         world, planner = self.planner.world, self.planner
         sampler = EvaluationSampler(batches, self.rank, world, self.evaluation_plan, lambda: planner.limits_measured)
         self.evaluated.add(sampler)
         indexed = name == "predict"
         return with_batch_sampler(loader, IndexBatchSamplerWrapper(sampler) if indexed else sampler)
-
-    def _costs_of_batches(self, loader: Any, batches: GlobalBatches, costs: SampleCosts | None) -> BatchCosts:
-        """Costs of batches that stay whole; the planner learns how many make a step."""
-        assert isinstance(batches, GroupedBatches)
-        self.planner.whole = batches.world
-        mean = max((sized_len(loader.dataset) or 0) / max(len(batches.sampler), 1), 1.0)
-        by = "by the number of their samples" if self._by_samples else "as if they cost the same"
-        rank_zero_info(
-            f"Batches of your own batch sampler stay whole, {batches.world} in a step of all ranks, and are dealt to "
-            f"ranks {by if costs is None else 'by what their samples cost'}."
-        )
-        return BatchCosts(costs, 0.0 if self._by_samples else mean)
 
     # -- what was drawn ----------------------------------------------------------------------------
 
@@ -450,31 +434,24 @@ class Loaders:
     # -- one kind at a time ------------------------------------------------------------------------
 
     def _batches(self, loader: Any, evaluation: bool) -> GlobalBatches:
-        batch_sampler = inner_batch_sampler(loader.batch_sampler)
-        whole = bool(self._whole) and loader.batch_size is None
-        if whole or (type(batch_sampler) is not BatchSampler and loader.batch_size is None):
-            if self._global_batch_size is not None:
+        batch_sampler, whole = inner_batch_sampler(loader.batch_sampler), self._options.whole_batches
+        if loader.batch_size is None and (whole or type(batch_sampler) is not BatchSampler):
+            if (size := self._options.global_batch_size) is not None:
                 raise UnsupportedError(
-                    f"global_batch_size={self._global_batch_size} and the batch sampler "
-                    f"{type(batch_sampler).__name__} both say how large a batch is. Remove one."
+                    f"global_batch_size={size} and the batch sampler {type(batch_sampler).__name__} both say how "
+                    "large a batch is. Remove one."
                 )
             if evaluation:
-                return EvaluatedGroups(self._agreed(batch_sampler), self.planner.world, whole)
-            number = None if isinstance(self._whole, bool) else self._whole
-            return GroupedBatches(self._agreed(batch_sampler), self.sizes.of_groups(number), whole)
+                return EvaluatedGroups(self._agreed(batch_sampler), self.planner.world, bool(whole))
+            number = None if isinstance(whole, bool) else whole
+            return GroupedBatches(self._agreed(batch_sampler), self.sizes.of_groups(number), bool(whole))
         order = self._order(batch_sampler.sampler)
-        size = self._batch_size(loader, evaluation)
-        if evaluation and not self.planner.limits_measured:  # an evaluation has no passes
+        if not evaluation:
+            return FixedBatches(order, self.sizes.trained(_batch_size(loader)), batch_sampler.drop_last)
+        size = self.sizes.evaluated(_batch_size(loader))
+        if not self.planner.limits_measured:  # an evaluation has no passes
             size = min(size, sum(max(most, 1) for most in self.planner.plans[-1].high))
-        return (
-            EvenBatches(order, size, self.planner.world)
-            if evaluation
-            else FixedBatches(order, size, batch_sampler.drop_last)
-        )
-
-    def _described(self, loader: Any, kind: Kind) -> dict[str, Any]:
-        agreed = kind == "map" and isinstance(self._batches(loader, evaluation=False).sampler, AgreedOrder)
-        return described(loader, kind, agreed)
+        return EvenBatches(order, size, self.planner.world)
 
     def _order(self, sampler: Any) -> Any:
         # Lightning has put a DistributedSampler here, of one replica: around the dataset, in which case the order
@@ -489,19 +466,42 @@ class Loaders:
             sampler, self._broadcast, lambda: self.rank == 0, seed=int(os.environ.get("PL_GLOBAL_SEED", 0))
         )
 
-    def _batch_size(self, loader: Any, evaluation: bool = False) -> int:
-        size = int(loader.batch_size or getattr(loader.batch_sampler, "batch_size", None) or 1)
-        return self.sizes.evaluated(size) if evaluation else self.sizes.trained(size)
+    def _shared_batches(self, loader: Any, batches: GlobalBatches, costs: SampleCosts | None) -> object:
+        check_enough(samples_in_order(batches), self.planner.world, "training")
+        self.planner.expect(batches.batch_size if isinstance(batches, FixedBatches) else None)
+        by: SampleCosts | BatchCosts | None = costs
+        if isinstance(batches, GroupedBatches) and batches.whole:
+            by = self._whole_batches(loader, batches, costs)
+        sampler = ShareSampler(batches, self.rank, self.replica, self._begin_pass, self._cut, by)
+        sampler.padding, sampler.before_draw = self.planner.least, self.planner.ready
+        if self._options.max_batch_size is not None:  # a part may be more than a rank takes at once
+            collate = CollateInPasses(loader.collate_fn, self.planner.high[self.rank])
+            object.__setattr__(loader, "collate_fn", collate)
+        return with_batch_sampler(loader, sampler)
 
-    def _shared(self, loader: Any, costs: StreamCosts | None) -> SharedStreamLoader:
-        total = self._batch_size(loader)
+    def _whole_batches(self, loader: Any, batches: GroupedBatches, costs: SampleCosts | None) -> BatchCosts:
+        """Let a loader make whole batches, and say what they cost; the planner learns how many make a step."""
+        self.planner.whole = batches.world
+        by_samples = self._options.cost == "samples"
+        mean = max((sized_len(loader.dataset) or 0) / max(len(batches.sampler), 1), 1.0)
+        by = "by the number of their samples" if by_samples else "as if they cost the same"
+        rank_zero_info(
+            f"Batches of your own batch sampler stay whole, {batches.world} in a step of all ranks, and are dealt to "
+            f"ranks {by if costs is None else 'by what their samples cost'}."
+        )
+        object.__setattr__(loader, "dataset", ListsOfBatches(loader.dataset))
+        object.__setattr__(loader, "collate_fn", CollateWhole(loader.collate_fn))
+        return BatchCosts(costs, 0.0 if by_samples else mean)
+
+    def _shared_stream(self, loader: Any, costs: StreamCosts | None) -> SharedStreamLoader:
+        total = self.sizes.trained(_batch_size(loader))
         self.planner.expect(total)
         requests = BatchRequests(total, RankSlot(self.rank, tuple(self.replica), self._plan), self._begin_pass)
         requests.before_draw = self.planner.ready
         add_worker_init_fn(loader, self.rank)
         return SharedStreamLoader(loader, requests, self.planner.least, costs)
 
-    def _stream(self, loader: Any, kind: str) -> Stream:
+    def _stream(self, loader: Any, kind: Kind, module: "pl.LightningModule | None") -> Stream:
         usual = None  # samples in a batch, if the loaders of all ranks are made for the same number
         if kind == "stream":
             self.planner.expect(0)
@@ -514,8 +514,7 @@ class Loaders:
                     "slow. balance_iterable=True splits by speed here, too: see the strategy's documentation."
                 )
         if kind == "resizable stream":
-            total = self._batch_size(loader)
-            self.planner.expect(total)
+            self.planner.expect(self.sizes.trained(_batch_size(loader)))
             loader = copy.copy(loader)  # the user's own stays as it is
             share = VaryingBatchSizes(self._own_share, lambda: self._begin().step)
             object.__setattr__(loader, "batch_sampler", share)
@@ -523,7 +522,13 @@ class Loaders:
         lengths = gather(None if kind == "resizable stream" else sized_len(loader), "the lengths of dataloaders")
         sized = all(length is not None for length in lengths)
         peers, own = self._peers(max(lengths) if sized else None), [lengths[rank] for rank in self.replica]
-        return Stream(loader, self._size_of, self._begin, peers, usual, self._retry, max(own) if sized else math.inf)
+
+        def size_of(batch: Any) -> float:
+            if callable(getattr(module, "batch_weight", None)):
+                return 1.0  # the user's own weights count
+            return samples_in(batch)
+
+        return Stream(loader, size_of, self._begin, peers, usual, self._retry, max(own) if sized else math.inf)
 
     def _evaluated_stream(self, loader: Any, name: str, trainer: "pl.Trainer") -> object:
         if trainer.state.fn == TrainerFn.FITTING and sized_len(loader) is None and trainer.limit_val_batches == 1.0:

@@ -212,10 +212,9 @@ class Options:
             raise ConfigurationError(
                 f"balance={self.balance!r}: give 'auto', 'off', or a list with one share per rank."
             )
-        for name in ("global_batch_size", "rebalance_every_n_steps"):
-            value = getattr(self, name)
-            if value is not None:
-                at_least_one(name, value)
+        if self.global_batch_size is not None:
+            at_least_one("global_batch_size", self.global_batch_size)
+        at_least_one("rebalance_every_n_steps", self.rebalance_every_n_steps)
         one_of("cost", self.cost, get_args(Rule))
         if self.sample_cost is not None and not (callable(self.sample_cost) or isinstance(self.sample_cost, list)):
             raise ConfigurationError(
@@ -236,14 +235,9 @@ class Options:
         if self.share_multiple != "auto":
             at_least_one("share_multiple", self.share_multiple, ", or 'auto'")
             if self.balance == "off" or self.whole_batches:
+                why = "whole_batches keeps batches as they are" if self.whole_batches else "balance='off' fixes them"
                 raise ConfigurationError(
-                    f"share_multiple={self.share_multiple} rounds shares, but "
-                    + (
-                        "whole_batches keeps batches as they are."
-                        if self.whole_batches
-                        else "balance='off' fixes them."
-                    )
-                    + " Remove one of the two."
+                    f"share_multiple={self.share_multiple} rounds shares, but {why}. Remove one of the two."
                 )
         one_of("balance_iterable", self.balance_iterable, (True, False))
         if self.balance_iterable and self.balance != "auto":

@@ -101,10 +101,10 @@ def begin_next_epoch(trainer: "pl.Trainer") -> None:
 
 def refetch_between_epochs(trainer: "pl.Trainer", accounting: BatchAccounting) -> None:
     """Let the next epoch's loaders begin again, now that the random states are restored that they draw from."""
-    samplers = all(
-        hasattr(source, "begun") for source in accounting.loaders.sources()
-    )  # a stream would lose what it drew
-    if samplers and position(trainer, accounting.step).batch in (0, trainer.num_training_batches):
+    sources = accounting.loaders.sources()
+    if any(isinstance(source, Stream) for source in sources):
+        return  # it would lose what it drew
+    if position(trainer, accounting.step).batch in (0, trainer.num_training_batches):
         lightning_compat.restart_loaders(trainer)
 
 

@@ -18,16 +18,10 @@ from typing_extensions import override
 
 from lightning_hetero.algorithms.base import Averager, BufferAverager, Outcome
 from lightning_hetero.algorithms.center import CenteredAverager
-from lightning_hetero.algorithms.engine import Engine
 from lightning_hetero.argument_checks import one_of, plain
 from lightning_hetero.checkpoint import shards
 from lightning_hetero.checkpoint.consensus import BackgroundConsensus
-from lightning_hetero.checkpoint.format import (
-    COMMON,
-    CheckpointIdentity,
-    add_replicas,
-    replica_mismatch,
-)
+from lightning_hetero.checkpoint.format import COMMON, CheckpointIdentity, add_replicas, replica_mismatch
 from lightning_hetero.checkpoint.snapshot import identity
 from lightning_hetero.checkpoint.writer import BackgroundWriter
 from lightning_hetero.checkpoint_sections import FORMAT
@@ -44,13 +38,8 @@ from lightning_hetero.replicas.vectors import broadcast_values
 from lightning_hetero.strategies import saving
 from lightning_hetero.strategies.base import HeteroStrategy
 from lightning_hetero.strategies.metrics import LoggedMetrics
-from lightning_hetero.strategies.options import documented
-from lightning_hetero.strategies.trainer_checks import (
-    averages_again,
-    complex_parameters,
-    two_points,
-    unsupported,
-)
+from lightning_hetero.strategies.options import Options, documented
+from lightning_hetero.strategies.trainer_checks import averages_again, complex_parameters, two_points, unsupported
 from lightning_hetero.strategies.training_step import say_outcome
 from lightning_hetero.strategies.weight_averaging import WeightAverages, averages_weights
 
@@ -85,7 +74,6 @@ class ReplicaStrategy(HeteroStrategy):
         assert isinstance(trainer.strategy, ReplicaStrategy)
     """
 
-    engine: Engine
     of_the_job: ClassVar[tuple[str, ...]] = (*HeteroStrategy.of_the_job, "_metrics", "_source", "weight_averages")
     weight_averages = WeightAverages()
     _source = saving.ResumedFile()  # the checkpoint from which the fit goes on
@@ -169,7 +157,7 @@ class ReplicaStrategy(HeteroStrategy):
         fits = trainer.state.fn == TrainerFn.FITTING
         if fits:
             check_equal("the checkpoint to go on from", self._source.summary)
-            _insert_callbacks(callbacks, FinishFirst(self), UpdateWhereReplicasMeet(self))
+            _insert_callbacks(callbacks)
         super().setup(trainer)
         if fits:
             raise_on_all(complex_parameters(self.module), "the model")
@@ -252,18 +240,18 @@ class ReplicaStrategy(HeteroStrategy):
         training = self.joined and self.engine.averages and self.trainer.state.fn == TrainerFn.FITTING
         if not training or self.engine.holds or self.engine.finished or self.collectives.alone():
             return super().lightning_module_state_dict()
-        io = self.checkpoint_io
+        io, joins = self.checkpoint_io, saving.others_join(self.checkpoint_io)
         if isinstance(io, BackgroundWriter):
             later = io.consensus_later(super().lightning_module_state_dict())
             if later is not None:
                 return later
-        if saving.others_join(self.checkpoint_io):
+        if joins:
             values = collective("find where all begin", lambda: self.engine.join_values())  # after a loss another one
         else:
             values = collective("find the consensus", lambda: self.engine.consensus(self.trainer.sanity_checking))
         with self.engine.running.replica.with_values(values):
             state = super(HeteroStrategy, self).lightning_module_state_dict()
-            if saving.others_join(self.checkpoint_io):
+            if joins:
                 return saving.copied_for_join(io, self.module, state, values)
             if is_sharded(self.module):
                 return {name: value.detach().clone() for name, value in state.items()}
@@ -322,17 +310,14 @@ class ReplicaStrategy(HeteroStrategy):
     def _restore_replicas(self, checkpoint: Mapping[str, Any]) -> None:
         self.change_layout()  # to what was trainable
         self.weight_averages.load(checkpoint)
-        sharded = self.columns is not None
+        who, view, sharded = self._identity(), self.engine.view, self.columns is not None
         if self.ticket is not None:
-            why = (
-                replica_mismatch(checkpoint, self._identity(), self.engine.view, sharded)
-                or "Nobody has joined after all."
-            )
+            why = replica_mismatch(checkpoint, who, view, sharded) or "Nobody has joined after all."
             self._start_from_consensus(_common_of(checkpoint), why)
             return
-        mine = self._source.replica(checkpoint, self._identity(), self.engine.view, self._state_name(), sharded)
+        mine = self._source.replica(checkpoint, who, view, self._state_name(), sharded)
         if isinstance(mine, str):
-            near = None if sharded else self._source.nearest(checkpoint, self._identity(), self.engine.view)
+            near = None if sharded else self._source.nearest(checkpoint, who, view)
             self._start_from_consensus(near, mine)
             return
         self.engine.load_state_dict(mine, self.optimizers)
@@ -398,8 +383,6 @@ class ReplicaStrategy(HeteroStrategy):
 
     @override
     def teardown(self) -> None:
-        if self.joined:
-            self.collaborators.close_plans()
         self.weight_averages.detach()
         self._source, self.weight_averages = saving.ResumedFile(), WeightAverages()
         super().teardown()
@@ -417,61 +400,52 @@ def _common_of(checkpoint: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 class FinishFirst(Callback):
-    """Lets replicas be equal before any other callback sees the end of training.
-
-    Args:
-        strategy: of the Trainer.
-    """
-
-    def __init__(self, strategy: ReplicaStrategy) -> None:
-        self._strategy = strategy
+    """Lets replicas be equal before any other callback sees the end of training."""
 
     def on_train_epoch_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Before SWA gives the model its average."""
-        if trainer.strategy is self._strategy and self._strategy.weight_averages.measure_batch_norm(trainer):
-            self._strategy.finish()
+        strategy = trainer.strategy
+        if isinstance(strategy, ReplicaStrategy) and strategy.weight_averages.measure_batch_norm(trainer):
+            strategy.finish()
 
     def on_train_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Before callbacks give the model their average."""
-        if trainer.strategy is self._strategy:
-            self._strategy.finish()
-            self._strategy.weight_averages.finish()
+        strategy = trainer.strategy
+        if isinstance(strategy, ReplicaStrategy):
+            strategy.finish()
+            strategy.weight_averages.finish()
 
 
 class UpdateWhereReplicasMeet(Callback):
-    """Comes right after the callbacks that average weights, and makes the updates that they have asked for.
-
-    Args:
-        strategy: of the Trainer.
-    """
-
-    def __init__(self, strategy: ReplicaStrategy) -> None:
-        self._strategy = strategy
+    """Comes right after the callbacks that average weights, and makes the updates that they have asked for."""
 
     def on_train_epoch_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """SWA has asked, or has given the model its average and reset BatchNorm's statistics."""
-        if trainer.strategy is self._strategy:
-            if self._strategy.weight_averages.measure_batch_norm(trainer):
-                self._strategy.rest()
-            self._strategy.weight_averages.make(self._strategy.engine, self._strategy.timer)
+        strategy = trainer.strategy
+        if isinstance(strategy, ReplicaStrategy):
+            if strategy.weight_averages.measure_batch_norm(trainer):
+                strategy.rest()
+            strategy.weight_averages.make(strategy.engine, strategy.timer)
 
     def on_train_batch_end(self, trainer: "pl.Trainer", *_: Any) -> None:
         """WeightAveraging has asked."""
-        if trainer.strategy is self._strategy:
-            self._strategy.weight_averages.after_batch(self._strategy.engine, self._strategy.timer)
+        strategy = trainer.strategy
+        if isinstance(strategy, ReplicaStrategy):
+            strategy.weight_averages.after_batch(strategy.engine, strategy.timer)
 
     def on_train_epoch_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """WeightAveraging has asked."""
-        if trainer.strategy is self._strategy:
-            self._strategy.weight_averages.make(self._strategy.engine, self._strategy.timer)
+        strategy = trainer.strategy
+        if isinstance(strategy, ReplicaStrategy):
+            strategy.weight_averages.make(strategy.engine, strategy.timer)
 
 
-def _insert_callbacks(callbacks: list[Callback], first: FinishFirst, update: UpdateWhereReplicasMeet) -> None:
-    """Put callbacks where they belong among a Trainer's callbacks, in the place of those of another strategy."""
+def _insert_callbacks(callbacks: list[Callback]) -> None:
+    """Put these callbacks where they belong among a Trainer's, once."""
     callbacks[:] = [one for one in callbacks if not isinstance(one, FinishFirst | UpdateWhereReplicasMeet)]
     if where := [i for i, callback in enumerate(callbacks, 1) if averages_weights(callback)]:
-        callbacks.insert(where[-1], update)
-    callbacks.insert(0, first)
+        callbacks.insert(where[-1], UpdateWhereReplicasMeet())
+    callbacks.insert(0, FinishFirst())
 
 
 S = TypeVar("S", bound=type[ReplicaStrategy])
@@ -528,8 +502,7 @@ def strategy_for(averager: type[Averager], name: str, **defaults: Any) -> type[R
         raise ConfigurationError(
             f"name={name!r} is taken by {taken.__module__}.{taken.__qualname__}. Choose another name for {title}."
         )
-    summary = (averager.__doc__ or title).strip().split("\n")[0].rstrip(".")
-    register_name(name, strategy, summary)
+    register_name(name, strategy)
     return strategy
 
 
@@ -560,7 +533,7 @@ def with_options_of(averager: type[Averager], **defaults: Any) -> Callable[[S], 
 
         def __init__(self: ReplicaStrategy, *args: Any, **kwargs: Any) -> None:  # noqa: N807
             self.algorithm, kwargs = options(args, kwargs)
-            ReplicaStrategy.__init__(self, **kwargs)
+            ReplicaStrategy.__init__(self, **kwargs)  # jsonargparse reads here where `kwargs` go
 
         __init__.__signature__ = whole  # type: ignore[attr-defined]
         __init__.__qualname__ = f"{kind.__qualname__}.__init__"
@@ -573,21 +546,21 @@ def with_options_of(averager: type[Averager], **defaults: Any) -> Callable[[S], 
     return decorate
 
 
-def register_name(name: str, strategy: type[HeteroStrategy], what: str) -> None:
+def register_name(name: str, strategy: type[HeteroStrategy]) -> None:
     """Register a strategy string with Lightning, in the variants that ``ddp`` has; checkpoints go by it, too.
 
     Args:
         name: such as ``"hetero_ddp"``.
-        strategy: the class that it makes.
-        what: what it does, in a line.
+        strategy: the class that it makes; the first line of its docstring describes it.
     """
     strategy.saved_as = name
+    summary = (strategy.__doc__ or strategy.__name__).strip().split("\n")[0].rstrip(".")
     for suffix, start_method in (("", "popen"), ("_spawn", "spawn"), ("_fork", "fork"), ("_notebook", "fork")):
         for unused in (None, True, False):
             StrategyRegistry.register(
                 name + suffix + ("" if unused is None else f"_find_unused_parameters_{unused}".lower()),
                 strategy,
-                description=f"{what} ({start_method})",
+                description=f"{summary} ({start_method})",
                 override=True,
                 start_method=start_method,
                 **({} if unused is None else {"find_unused_parameters": unused}),
@@ -630,12 +603,10 @@ def _signature(averager: type[Averager], defaults: dict[str, Any]) -> Signature:
     """The options of an averager, then of replicas, then of every strategy, with their types and defaults."""
     hints = get_type_hints(averager)
     own = [p.replace(annotation=hints.get(p.name, p.annotation)) for p in signature(averager).parameters.values()]
+    _, *of_replicas, _ = signature(ReplicaStrategy.__init__).parameters.values()
     inherited: dict[str, Parameter] = {}
-    for kind in (ReplicaStrategy, HeteroStrategy):
-        for p in signature(kind.__init__).parameters.values():
-            listed = kind is ReplicaStrategy or p.kind is Parameter.KEYWORD_ONLY
-            if listed and p.kind is not Parameter.VAR_KEYWORD and p.name != "self":
-                inherited.setdefault(p.name, p.replace(kind=Parameter.KEYWORD_ONLY))
+    for p in (*of_replicas, *signature(Options).parameters.values()):
+        inherited.setdefault(p.name, p.replace(kind=Parameter.KEYWORD_ONLY))
     options = [p.replace(default=defaults[p.name]) if p.name in defaults else p for p in (*own, *inherited.values())]
     positional = [p for p in options if p.kind is not Parameter.KEYWORD_ONLY]
     keyword = [p for p in options if p.kind is Parameter.KEYWORD_ONLY]

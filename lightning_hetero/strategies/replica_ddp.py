@@ -141,9 +141,9 @@ def use_shared_memory_allreduce(
         UnsupportedError: the user asks for shared memory, and it cannot be.
         CommunicationError: another rank did not take part in time.
     """
-    way = options.within
+    way, otherwise = options.within, "by ddp_comm_hook" if hooked else None
     if way == "gloo":
-        return "by ddp_comm_hook" if hooked else None
+        return otherwise
     reason = "ddp_comm_hook averages the gradients" if hooked else _unsuitable(topology, ranks)
     if reason is None:
         trained = [p for p in ddp.module.parameters() if p.requires_grad]
@@ -161,9 +161,9 @@ def use_shared_memory_allreduce(
                     f"{round(needed / PART)} free bytes in /dev/shm (docker run --shm-size), of which it leaves half. "
                     "within='gloo' silences this warning."
                 )
-    if reason is not None and way == "shm":
+    if way == "shm":
         raise UnsupportedError(f"within='shm', but {reason}. Set within='auto', which uses sockets then.")
-    return "by ddp_comm_hook" if hooked else None
+    return otherwise
 
 
 def _unsuitable(topology: Topology, ranks: Sequence[int]) -> str | None:

@@ -28,7 +28,7 @@ from lightning_hetero.checkpoint_sections import section
 from lightning_hetero.comm.agreement import gather
 from lightning_hetero.comm.object_collectives import portable
 from lightning_hetero.comm.view import View
-from lightning_hetero.errors import CheckpointError, not_none
+from lightning_hetero.errors import not_none
 from lightning_hetero.lightning_compat import WrappingCheckpointIO, trainer_of
 from lightning_hetero.replicas.sharding import is_sharded
 from lightning_hetero.strategies.capacity import Capacity
@@ -80,17 +80,15 @@ def raise_on_all_ranks(alone: bool, doing: str = "save") -> Iterator[None]:
     Raises:
         CheckpointError: another rank could not.
     """
+    if alone:
+        yield
+        return
     problem: Exception | None = None
     try:
         yield
     except Exception as error:
         problem = error
-    everyone = [] if alone else gather(None if problem is None else str(problem), f"whether all could {doing}")
-    if problem is not None:
-        raise problem
-    for rank, text in enumerate(everyone):
-        if text is not None:
-            raise CheckpointError(f"rank {rank} could not {doing}: {text}")
+    shards.gather_or_raise(None, problem, f"whether all could {doing}", doing)
 
 
 class RankState:
@@ -226,7 +224,7 @@ class ResumedFile:
                 f"Rank {view.rank} does not find its replica's own state, which was saved next to the checkpoint as "
                 f"{shard}. Copy or rename a checkpoint together with its shards."
             )
-        problem = shards.agree_on_problem(problem, error)
+        problem = next(filter(None, shards.gather_or_raise(problem, error, "what replicas can resume from")), None)
         return problem or {**not_none(state, "a replica's own state"), **saved["ranks"][view.rank]}
 
     def nearest(self, checkpoint: Mapping[str, Any], who: CheckpointIdentity, view: View) -> dict[str, Any] | None:
@@ -243,12 +241,12 @@ class ResumedFile:
             return None
         try:
             load, save = self.load, (section(checkpoint, "replicas") or {})["save"]
-            found = (shards.read(load, self.path, str(other), save) for other in others)
-            state = next((state for state in found if state is not None), None)
+            states = (shards.read(load, self.path, str(other), save) for other in others)
+            state = next((state for state in states if state is not None), None)
         except Exception as broken:
             error = broken
-        lost = "a shard is missing" if state is None and error is None else None
-        return state if shards.agree_on_problem(lost, error) is None else None
+        found = shards.gather_or_raise(state is not None, error, "what replicas can resume from")
+        return state if all(found) else None
 
 
 def on_cpu(io: CheckpointIO, checkpoint: dict[str, Any]) -> dict[str, Any]:

@@ -8,14 +8,12 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-import torch
-import torch.distributed as dist
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.distributed import Store
 
 from lightning_hetero import lightning_compat
 from lightning_hetero.batching.plan_agreement import ActionRequest, AgreedBatch
-from lightning_hetero.comm.retry import collective
+from lightning_hetero.comm.agreement import gather
 from lightning_hetero.strategies.recovery_policy import RecoveryPolicy
 
 if TYPE_CHECKING:
@@ -51,7 +49,8 @@ class StopRequest:
         self._trainer, self._save, self._recovery = trainer, save, recovery
         self._done = 0  # batches of this fit
         self._saves: list[Callable[[], None]] = []  # once the running batch has ended
-        self._hooks = lightning_compat.SignalHooks(trainer, self._notify, self._notify_here, self._update_lr_schedulers)
+        after_batch = self._update_lr_schedulers
+        self._overrides = lightning_compat.handle_signals(trainer, self._notify, self._notify_here, after_batch)
         survive = None if recovery.newcomers is None else recovery.recover_if_changing
         self.agreed = AgreedBatch(store, self._asks, limit, recover=survive)
 
@@ -73,7 +72,7 @@ class StopRequest:
     def close(self) -> None:
         """Give the Trainer its own methods back, and end the agreement; idempotent."""
         self.agreed.close()
-        self._hooks.restore()
+        self._overrides.restore()
 
     def save_after_batch(self, save: Callable[[], None]) -> None:
         """Let a function save once the running batch has ended, with its validation and the schedulers' steps."""
@@ -81,18 +80,12 @@ class StopRequest:
 
     def finish(self) -> None:
         """The fit is complete; if any rank has been asked to stop, save and end all the same (collective)."""
-        if self._any_requested("end the fit"):
+        if self._any_requested():
             self._stop()
 
-    def _any_requested(self, what: str) -> bool:
+    def _any_requested(self) -> bool:
         """Whether any rank has received SIGTERM (collective)."""
-
-        def asked() -> bool:
-            flag = torch.tensor([self.requested])
-            dist.all_reduce(flag, op=dist.ReduceOp.MAX)
-            return bool(flag.item())
-
-        return collective(what, asked)
+        return any(gather(self.requested, "who has received SIGTERM"))
 
     # -- the handlers ------------------------------------------------------------------------------
 
@@ -128,10 +121,8 @@ class StopRequest:
         # Lightning resumes from two moments: the end of a validation, at which it would have saved just before this
         # call, which it makes again, without metrics; and `on_train_batch_end`, at which the batch does not count as
         # completed yet.
-        validates, plateaus = (
-            lightning_compat.validates_now(self._trainer),
-            lightning_compat.plateaus_step(self._trainer),
-        )
+        validates, configs = lightning_compat.validates_now(self._trainer), self._trainer.lr_scheduler_configs
+        plateaus = any(config.reduce_on_plateau and config.interval == "step" for config in configs)
         progress, early = loop.batch_progress, not validates or plateaus
         if early:
             type(loop).update_lr_schedulers(loop, interval, update_plateau_schedulers)
@@ -142,7 +133,7 @@ class StopRequest:
             save()
         if stops:
             newcomers = self._recovery.newcomers
-            if newcomers is None or self._any_requested("stop"):
+            if newcomers is None or self._any_requested():
                 self._stop()
             else:
                 newcomers.admit()  # raises, unless those that wanted to join are gone

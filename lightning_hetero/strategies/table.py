@@ -26,7 +26,6 @@ class StrategyEntry(NamedTuple):
         name: the string.
         strategy: the class that it makes.
         replica: what trains apart from the others: the whole world, a node, or a rank (or, if asked for, a node).
-        what: what it does, in a line.
         when: when to use it.
         paper: where it comes from.
     """
@@ -34,7 +33,6 @@ class StrategyEntry(NamedTuple):
     name: str
     strategy: type[HeteroStrategy]
     replica: Literal["world", "node", "rank"]
-    what: str
     when: str
     paper: str
 
@@ -48,7 +46,6 @@ ENTRIES = (
         "hetero_ddp",
         algorithms.HeteroDDPStrategy,
         "world",
-        "batches split by measured speed, gradients weighted by samples",
         "the links are fast, or there is one machine; exact",
         "HetGrad, Moreno-Álvarez et al. 2022",
     ),
@@ -56,7 +53,6 @@ ENTRIES = (
         "hetero_auto",
         AutoStrategy,
         "world",
-        "begins as hetero_ddp, measures, and goes on with what gains enough",
         "you do not know the links, or do not want to choose",
         f"{_ON_CLUSTERS}; DASO, Coquelin et al. 2021 (the arithmetic)",
     ),
@@ -64,7 +60,6 @@ ENTRIES = (
         "hetero_node",
         algorithms.NodeAverageStrategy,
         "node",
-        "gradients within a node, parameter averages between nodes",
         "slow links between nodes; the simplest that leaves them out of the step",
         "eDNNcomm, Moreno-Álvarez et al. 2023",
     ),
@@ -72,7 +67,6 @@ ENTRIES = (
         "hetero_daso",
         algorithms.DASOStrategy,
         "node",
-        "gradients within a node, stale background mixing between nodes",
         "slow links between nodes; exchanges pass in the background",
         "DASO, Coquelin et al. 2021",
     ),
@@ -80,7 +74,6 @@ ENTRIES = (
         "hetero_easgd",
         algorithms.EASGDStrategy,
         "rank",
-        "an elastic center, all at once",
         "slow links between ranks; repeatable bit for bit",
         f"EASGD, {_ELASTIC}; {_ON_CLUSTERS}",
     ),
@@ -88,7 +81,6 @@ ENTRIES = (
         "hetero_easgd_overlap",
         algorithms.EASGDOverlapStrategy,
         "rank",
-        "an elastic center, in the background of a step",
         "the same numbers, sooner",
         f"Sync EASGD3, {_ON_CLUSTERS}",
     ),
@@ -96,7 +88,6 @@ ENTRIES = (
         "hetero_easgd_round_robin",
         algorithms.EASGDRoundRobinStrategy,
         "rank",
-        "an elastic center, in turn",
         "as the baseline that the others beat",
         f"Original EASGD, {_ON_CLUSTERS}",
     ),
@@ -104,7 +95,6 @@ ENTRIES = (
         "hetero_easgd_async",
         algorithms.EASGDAsyncStrategy,
         "rank",
-        "an elastic center, first come, first served",
         "ranks stall now and then, so that nobody should wait for them",
         f"Async EASGD, {_ELASTIC}; {_ON_CLUSTERS}",
     ),
@@ -112,7 +102,6 @@ ENTRIES = (
         "hetero_easgd_hogwild",
         algorithms.EASGDHogwildStrategy,
         "rank",
-        "an elastic center in shared memory, without a lock",
         "many ranks on one machine, at short intervals",
         f"Hogwild EASGD, {_ON_CLUSTERS}",
     ),
@@ -120,7 +109,6 @@ ENTRIES = (
         "hetero_measgd_async",
         algorithms.MEASGDAsyncStrategy,
         "rank",
-        "an elastic center and heavy-ball momentum, asynchronous",
         "as hetero_easgd_async, with SGD(momentum=)",
         f"Async MEASGD, {_ON_CLUSTERS}",
     ),
@@ -128,7 +116,6 @@ ENTRIES = (
         "hetero_eamsgd",
         algorithms.EAMSGDStrategy,
         "rank",
-        "an elastic center and Nesterov's momentum",
         "as hetero_easgd, with SGD(nesterov=True)",
         f"EAMSGD, {_ELASTIC}",
     ),
@@ -136,7 +123,6 @@ ENTRIES = (
         "hetero_gossip",
         algorithms.GossipStrategy,
         "rank",
-        "averages in pairs, in rounds",
         "many replicas, no point that all must pass",
         f"GoSGD, Blot et al. 2016; {_GOSSIP}",
     ),
@@ -144,7 +130,6 @@ ENTRIES = (
         "hetero_gossip_push_sum",
         algorithms.GossipPushSumStrategy,
         "rank",
-        "pushes of values with their weight, in rounds",
         "messages come late, or links go one way",
         f"SGP, Assran et al. 2019; {_GOSSIP}",
     ),
@@ -152,7 +137,6 @@ ENTRIES = (
         "hetero_gossip_async",
         algorithms.GossipAsyncStrategy,
         "rank",
-        "averages in pairs, first come, first paired",
         "as hetero_gossip, beside ranks that stall",
         f"AD-PSGD, Lian et al. 2018; {_GOSSIP}",
     ),
@@ -160,7 +144,6 @@ ENTRIES = (
         "hetero_diloco",
         algorithms.DiLoCoStrategy,
         "rank",
-        "an outer optimizer on what replicas have done",
         "very slow links: hundreds of steps between exchanges",
         "DiLoCo, Douillard et al. 2023; Streaming DiLoCo, 2025",
     ),
@@ -168,7 +151,6 @@ ENTRIES = (
         "hetero_diloco_async",
         algorithms.DiLoCoAsyncStrategy,
         "rank",
-        "an outer optimizer at a center that replicas visit one by one",
         "as hetero_diloco, with ranks of unequal speed and fixed shares",
         "Delayed Nesterov and DyLU, Liu et al. 2024",
     ),
@@ -176,7 +158,6 @@ ENTRIES = (
         "hetero_noloco",
         algorithms.NoLoCoStrategy,
         "rank",
-        "an outer optimizer in random pairs, without an all-reduce",
         "as hetero_diloco, with many replicas, or links that are not alike",
         "NoLoCo, Kolehmainen et al. 2025",
     ),
@@ -186,7 +167,7 @@ ENTRIES = (
 def register() -> None:
     """Make the strategy strings known to Lightning; importing ``lightning_hetero.strategies`` does it."""
     for entry in ENTRIES:
-        register_name(entry.name, entry.strategy, entry.what)
+        register_name(entry.name, entry.strategy)
     if "hetero_ddp" not in FABRIC:
         FABRIC.register("hetero_ddp", HeteroFabricStrategy, "hetero_ddp for Fabric")
     _show_unknown(StrategyRegistry, _explain)

@@ -26,6 +26,7 @@ from lightning_hetero.batching.streams import EvaluatedStream
 from lightning_hetero.batching.weights import (
     gradient_weight,
     preserve_buffers,
+    replaced,
     skip_step_if,
     zero_backward,
     zero_gradients,
@@ -52,6 +53,7 @@ from lightning_hetero.strategies.metrics import (
     warn_of_losses_over_all,
     weigh_logged,
 )
+from lightning_hetero.strategies.options import Options
 from lightning_hetero.strategies.position import describe
 
 if TYPE_CHECKING:
@@ -70,8 +72,7 @@ class TrainingStep:
         engine: what happens between replicas.
         finite: looks for losses and gradients that are not finite.
         collectives: what reduces values that are logged.
-        several: whether there are several replicas.
-        survives: whether a fit goes on when ranks are lost.
+        options: of the strategy.
     """
 
     def __init__(
@@ -80,11 +81,10 @@ class TrainingStep:
         engine: Engine,
         finite: NonFiniteGuard,
         collectives: Collectives,
-        several: bool,
-        survives: bool,
+        options: Options,
     ) -> None:
         self._accounting, self._engine, self._finite, self._collectives = accounting, engine, finite, collectives
-        self._survives = survives
+        self._options, several = options, engine.view.count > 1
         self._observer = CollectiveObserver(accounting.timer, several)
         self._idle = IdleSteps(accounting, several)
         self._timer = accounting.timer
@@ -98,7 +98,7 @@ class TrainingStep:
         self._epoch, self._of_epoch = -1, 0.0  # the running one, and this rank's samples in it
         self._none = False  # whether the running training_step has returned None
         self._hooks: list[RemovableHandle] = []  # of the fit, on modules
-        self._limited: pl.LightningModule | None = None  # of the fit, if there may be passes
+        self._overrides = lightning_compat.Overrides()  # of the fit, if there may be passes
         self.passes = 0  # backward passes on the latest batch
         self._batches: Sequence[Any] = [None]  # of the latest one, of which this rank runs one after the other
         self._pass = 0  # the number of the running one
@@ -107,20 +107,13 @@ class TrainingStep:
         self._run: Callable[[Any], Any] = lambda batch: None
         self._logging = LoggedInPasses()
 
-    def begin_fit(self, module: "pl.LightningModule", uneven: bool, limited: bool) -> None:
-        """Training starts.
-
-        Args:
-            module: to be trained.
-            uneven: whether ranks may get different numbers of samples.
-            limited: whether they may run several passes on a batch.
-        """
+    def begin_fit(self, module: "pl.LightningModule") -> None:
+        """Training of a module starts."""
         self.close()
         self._samples, self._stepped = {}, {}
-        if limited:
-            self._limited = module
-            lightning_compat.transfer_each_pass(module)
-        weighed = uneven and len(self._accounting.replica) > 1
+        if self._options.max_batch_size is not None or self._options.whole_batches:
+            lightning_compat.transfer_each_pass(module, self._overrides)
+        weighed = self._options.balance != "off" and len(self._accounting.replica) > 1
         self._observer.weighed = weighed and not callable(getattr(module, "batch_weight", None))
         if self._observer.weighed:
             self._hooks = warn_of_losses_over_all(module)
@@ -227,7 +220,7 @@ class TrainingStep:
         Lightning, which refuses that among several ranks, leaves out the step on a single one. So does a rank that gets
         no samples because it is too slow.
         """
-        own, step = vars(module).get("training_step"), module.training_step
+        step = module.training_step
 
         @wraps(step)
         def training_step(*args: Any, **kwargs: Any) -> Any:
@@ -256,14 +249,8 @@ class TrainingStep:
             self._none = True
             return zero_loss(module)
 
-        vars(module)["training_step"] = training_step
-        try:
+        with replaced(module, "training_step", training_step):
             yield
-        finally:
-            if own is None:
-                del vars(module)["training_step"]
-            else:
-                vars(module)["training_step"] = own
 
     def weigh(self, loss: Tensor, batches_per_window: int) -> Tensor:
         """The loss times this rank's weight, with which DDP's plain mean over ranks is that over all samples.
@@ -345,7 +332,7 @@ class TrainingStep:
             left_out = self._finite.skips_step(module, scaled, optimizer) or self._padding_only(optimizer)
             if left_out:
                 zero_gradients(optimizer)
-            if self._finite.shard_traffic is not None and self._survives:
+            if self._finite.shard_traffic is not None and self._options.on_peer_loss == "continue":
                 with self._timer.waiting(), deadline("learn that all ranks have their gradients"):
                     self._finite.shard_traffic.on_any_rank(False)  # a step that some have taken cannot be repeated
             return output
@@ -401,7 +388,7 @@ class TrainingStep:
         """Go on in the midst of a window where another one has stopped, which was made from an earlier view."""
         self._samples, self._stepped, self._counted = former._samples, former._stepped, former._counted
         self._epoch, self._of_epoch = former._epoch, former._of_epoch
-        self.passes, self._hooks, self._limited = former.passes, former._hooks, former._limited
+        self.passes, self._hooks, self._overrides = former.passes, former._hooks, former._overrides
         self._batches, self._run, self._pass, self._mean = former._batches, former._run, former._pass, former._mean
         self._logging = former._logging
         self._log_to(former._logged)
@@ -409,9 +396,7 @@ class TrainingStep:
     def close(self) -> None:
         """The fit has ended; idempotent."""
         restore_logged(self._logged)
-        if self._limited is not None:
-            lightning_compat.transfer_as_before(self._limited)
-            self._limited = None
+        self._overrides.restore()
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
@@ -521,18 +506,12 @@ def values_shared(module: nn.Module, stage: str | None, device: torch.device) ->
     if stage == TrainerFn.FITTING:
         yield
         return
-    own, values = vars(module).get(_IGNORED), {**dict(module.named_parameters()), **dict(module.named_buffers())}
-    setattr(module, _IGNORED, list(values))
-    try:
+    values = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    with replaced(module, _IGNORED, list(values)):
         yield
-    finally:
-        if own is None:
-            delattr(module, _IGNORED)
-        else:
-            setattr(module, _IGNORED, own)
     values = {**dict(module.named_parameters()), **dict(module.named_buffers())}  # on their device now
     whole = {name: value for name, value in values.items() if not is_dtensor(value)}
-    broadcast_tensors(value.data for name, value in whole.items() if name not in (own or ()))
+    broadcast_tensors(value.data for name, value in whole.items() if name not in vars(module).get(_IGNORED, ()))
 
 
 class _Fetched:

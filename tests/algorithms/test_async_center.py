@@ -5,6 +5,7 @@ import json
 import math
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hetero.algorithms.async_center import ExchangeRates
-from lightning_hetero.algorithms.base import StepContext
+from lightning_hetero.algorithms.base import ReplicaLoss, StepContext
 from lightning_hetero.algorithms.diloco_async import OuterAsyncAverager
 from lightning_hetero.algorithms.easgd_async import AsyncElasticAverager
 from lightning_hetero.algorithms.outer_rules import DelayedNesterov, RoundStep
@@ -156,7 +157,7 @@ def test_rates_look_back_a_window() -> None:
     assert rates.factor == pytest.approx(1.5)
 
 
-def test_rates_go_on_in_a_resumed_run_and_start_over_after_a_loss() -> None:
+def test_rates_go_on_in_a_resumed_run() -> None:
     rates, resumed = ExchangeRates(1), ExchangeRates(1)
     for counts in ([2, 1, 1], [5, 2, 3], [9, 3, 6]):
         rates.observe(counts)
@@ -168,10 +169,6 @@ def test_rates_go_on_in_a_resumed_run_and_start_over_after_a_loss() -> None:
     for each in (rates, resumed):
         each.observe([11, 4, 7])
     assert resumed.factor == rates.factor
-    resumed.observe([12, 8])  # one of three is gone
-    assert resumed.factor == 1.0
-    resumed.observe([13, 10])
-    assert resumed.factor == pytest.approx(3 / 2 / 2)
 
 
 def _views(flats: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
@@ -227,10 +224,24 @@ def test_what_a_visit_has_brought_counts_once_if_only_its_answer_was_lost(answer
     averager._parts = [(vectors, averager.replica.part(vectors)) for vectors in averager.replica.fragments]
     averager.begun_from = [value - 1 for value in averager.replica.pack()]
     averager.visits, averager.visits_before, averager.commits, averager.counts = 4, 0, 0, [9, 4 if answered else 5]
-    averager.after_loss({}, 0, StepContext(16, False, [1, 1]))
+    averager.rule, averager.local_steps = averager.rule_name, 4
+    averager.reference, tables = [], torch.zeros(2)
+    averager.speeds, averager.late, averager.arrivals, averager.closed_rounds = tables, tables, tables, tables
+    averager.momentum, averager.gradient_sum = [], []
+    averager._rates = ExchangeRates(1)
+    for counts in ([3, 0, 1], [7, 0, 2]):  # the one that was lost had this number, and had not come
+        averager._rates.observe(counts)
+    written: list[Sequence[int]] = []
+    averager._client = SimpleNamespace(write=lambda values, counts: written.append(counts))  # type: ignore[assignment]
+    averager.after_restore(ReplicaLoss({}, [0, 1], StepContext(16, False, [1, 1])))
     to_bring = [float((x - c).mean()) for x, c in zip(averager.replica.pack(), averager.begun_from, strict=True)]
     assert to_bring == [1.0, 1.0 if answered else 0.0]  # of the first fragment, and of the one whose turn it was
     assert averager.counts == [9, 4]
+    assert written == [[9, 4]]
+    assert averager._rates.factor == 1.0  # which begins anew
+    for counts in ([12, 8], [13, 10]):
+        averager._rates.observe(counts)
+    assert averager._rates.factor == pytest.approx(3 / 2 / 2)
 
 
 def test_only_parameters_are_measured_and_buffers_must_be_finite() -> None:

@@ -3,7 +3,7 @@
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,7 +15,7 @@ from torch import nn
 
 from lightning_hetero.algorithms import easgd
 from lightning_hetero.algorithms.base import StepContext
-from lightning_hetero.algorithms.easgd import ElasticAverager, ElasticForce, stability
+from lightning_hetero.algorithms.easgd import ElasticAverager, stability
 from lightning_hetero.comm.all_reduce import Average, Contribution, Traffic
 from lightning_hetero.errors import ConfigurationError
 from lightning_hetero.replicas.vectors import Replica
@@ -65,7 +65,7 @@ class Course(NamedTuple):
 
 
 def train(
-    pull: ElasticForce,
+    pull: dict[str, Any],
     starts: list[float],
     weights: list[float],
     steps: int,
@@ -81,7 +81,7 @@ def train(
         module = nn.Linear(1, 1, bias=False, dtype=torch.float64)
         with torch.no_grad():
             module.weight.fill_(center)
-        averager = kind(tau, **asdict(pull))
+        averager = kind(tau, **pull)
         optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
         averager.setup(Replica(module), TableLinks(table, index), lambda: [optimizer])  # type: ignore[arg-type]
         path = []
@@ -107,7 +107,7 @@ class OwnAlpha(ElasticAverager):
 
     def move(self, own: Any, average: Average) -> None:
         weights = [3.0, 1.0, 2.0]
-        beta = self.pull.of_center(average.payloads[0], self.links.count)
+        beta = self.strength_of_center(average.payloads[0])
         self.replica.add(own, -beta * weights[self.links.index] / sum(weights))
         for c, mean in zip(self.center, average.difference, strict=True):
             c.add_(mean, alpha=beta)
@@ -123,7 +123,7 @@ def test_without_gradients_a_sum_is_conserved_and_the_hull_is_not_left(
     replicas: list[tuple[float, float]], alpha: float, beta: float, tau: int
 ) -> None:
     starts, weights = [start for start, _ in replicas], [weight for _, weight in replicas]
-    course = train(ElasticForce(alpha, beta=beta), starts, weights, 9, tau)
+    course = train({"moving_rate": alpha, "beta": beta}, starts, weights, 9, tau)
     sums = course.sums(alpha, beta, weights)
     assert np.abs(sums - sums[0]).max() <= 1e-12 * 20
     low, high = min(0.0, *starts) - 1e-12, max(0.0, *starts) + 1e-12
@@ -133,9 +133,9 @@ def test_without_gradients_a_sum_is_conserved_and_the_hull_is_not_left(
 
 def test_neither_holds_of_mutants() -> None:
     starts, weights = [1.0, -2.0, 4.0], [3.0, 1.0, 2.0]
-    sums = train(ElasticForce(0.3, beta=0.9), starts, weights, 9, kind=OwnAlpha).sums(0.3, 0.9, weights)
+    sums = train({"moving_rate": 0.3, "beta": 0.9}, starts, weights, 9, kind=OwnAlpha).sums(0.3, 0.9, weights)
     assert np.abs(sums - sums[0]).max() > 1e-2
-    assert train(ElasticForce(1.8, beta=0.1), starts, weights, 9).x.min() < -2.1  # swings past the center
+    assert train({"moving_rate": 1.8, "beta": 0.1}, starts, weights, 9).x.min() < -2.1  # swings past the center
 
 
 @pytest.mark.long(after=1)
@@ -145,7 +145,7 @@ def test_the_bound_on_alpha_and_beta(alpha: float, beta: float, stays: bool, mon
         with pytest.raises(ConfigurationError, match="alpha \\+ beta less than 2"):
             stability(alpha, beta)
         monkeypatch.setattr(easgd, "stability", lambda alpha, beta: None)
-    course = train(ElasticForce(alpha, beta=beta), [1.0, -2.0, 4.0], [3.0, 1.0, 2.0], 800)
+    course = train({"moving_rate": alpha, "beta": beta}, [1.0, -2.0, 4.0], [3.0, 1.0, 2.0], 800)
     distances = np.abs(course.x - course.c[:, None]).max(axis=(1, 2))
     assert distances[-1] < 1e-3 * distances[0] if stays else distances[-1] > 1e3 * distances[0]
 
@@ -170,17 +170,18 @@ def optimizers(*lrs: float) -> list[torch.optim.Optimizer]:
 @pytest.mark.parametrize(
     ("pull", "alpha", "beta"),
     [
-        (ElasticForce("auto"), 0.9 / 4, 0.9),
-        (ElasticForce("auto", beta=0.5), 0.5 / 4, 0.5),
-        (ElasticForce(), 0.9 / 4, 0.9),
-        (ElasticForce(beta=0.5), 0.5 / 4, 0.5),
-        (ElasticForce(0.1), 0.1, 0.4),
-        (ElasticForce(0.1, beta=0.9), 0.1, 0.9),
-        (ElasticForce(rho=2.0), 0.1, 0.4),  # with the lr of the first group of the first optimizer
-        (ElasticForce(rho=2.0, beta=0.3), 0.1, 0.3),
-        (ElasticForce(0), 0.0, 0.0),
+        ({"moving_rate": "auto"}, 0.9 / 4, 0.9),
+        ({"moving_rate": "auto", "beta": 0.5}, 0.5 / 4, 0.5),
+        ({}, 0.9 / 4, 0.9),
+        ({"beta": 0.5}, 0.5 / 4, 0.5),
+        ({"moving_rate": 0.1}, 0.1, 0.4),
+        ({"moving_rate": 0.1, "beta": 0.9}, 0.1, 0.9),
+        ({"rho": 2.0}, 0.1, 0.4),  # with the lr of the first group of the first optimizer
+        ({"rho": 2.0, "beta": 0.3}, 0.1, 0.3),
+        ({"moving_rate": 0}, 0.0, 0.0),
     ],
 )
-def test_alpha_and_beta(pull: ElasticForce, alpha: float, beta: float) -> None:
-    assert pull.alpha(optimizers(0.05, 3.0), 4) == pytest.approx(alpha)
-    assert pull.of_center(pull.alpha(optimizers(0.05, 3.0), 4), 4) == pytest.approx(beta)
+def test_alpha_and_beta(pull: dict[str, Any], alpha: float, beta: float) -> None:
+    averager = ElasticAverager(1, **pull)
+    averager._optimizers, averager.links = lambda: optimizers(0.05, 3.0), SimpleNamespace(count=4)  # type: ignore[assignment]
+    assert averager.strength() == pytest.approx((alpha, beta))

@@ -10,8 +10,8 @@ from torch import nn
 from lightning_hetero import StepContext
 from lightning_hetero.algorithms.base import FitInfo, change_layout
 from lightning_hetero.algorithms.diloco import OuterAverager
-from lightning_hetero.algorithms.fragments import Partitioner, balanced_runs
 from lightning_hetero.errors import CheckpointError, ConfigurationError, UnsupportedError
+from lightning_hetero.replicas.fragments import balanced_runs, partition
 
 
 def sizes(module: nn.Module) -> dict[str, int]:
@@ -19,8 +19,10 @@ def sizes(module: nn.Module) -> dict[str, int]:
 
 
 def test_blocks_of_a_model_without_blocks_are_refused() -> None:
+    cut, model = partition("blocks"), nn.Sequential(nn.Linear(2, 3), nn.ReLU())
+    assert cut is not None
     with pytest.raises(ConfigurationError, match="no module of the model has two children of the same class"):
-        Partitioner("blocks")(model := nn.Sequential(nn.Linear(2, 3), nn.ReLU()), sizes(model))
+        cut(model, sizes(model))
 
 
 @pytest.mark.parametrize(("count", "starts"), [(1, [0]), (2, [0, 2]), (4, [0, 1, 2, 3])])
@@ -51,7 +53,7 @@ def momenta(averager: Any) -> list[dict[str, torch.Tensor]]:
 def test_a_parameter_takes_its_outer_momentum_into_another_fragment() -> None:
     model, averager = streaming(2)
     for p, part in enumerate(averager._parts):
-        averager.move(p, [torch.full_like(vector, p + 1.0) for vector in part.center])
+        averager.outer_steps.of_fragments[p].take([torch.full_like(vector, p + 1.0) for vector in part.center])
     before = momenta(averager)
     assert [sorted(of) for of in before] == [["1.bias", "1.weight"], ["2.bias", "2.weight"]]
     model[0].requires_grad_(True)

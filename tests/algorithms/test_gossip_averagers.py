@@ -1,5 +1,6 @@
 """One replica's part in gossip: push-sum's weights, and values that are too large for the wire."""
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -7,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_hetero.algorithms.base import FitInfo, StepContext
+from lightning_hetero.algorithms.base import FitInfo, ReplicaLoss, StepContext
 from lightning_hetero.algorithms.gossip import DirectedAverager, FirstComeAverager, MatchedAverager
 from lightning_hetero.algorithms.peers import GossipAverager
 from lightning_hetero.algorithms.push_sum import PushSumAverager
@@ -96,6 +97,21 @@ def test_what_is_too_large_for_fp16_does_not_travel(form: str, skip: bool) -> No
         one.after_step(StepContext(1, False, [6, 6]))
 
 
+def test_an_exchange_that_ended_before_a_replica_was_lost_counts_for_its_peer() -> None:
+    one = FirstComeAverager()
+    alone(one, nn.Linear(2, 1, bias=False))
+    client: Any = one.client
+
+    def poll(out: Any, withdraw: bool) -> None:
+        one.met[2] += 1  # its number until now
+
+    client.lose, client.paused, client.poll = lambda *_: None, nullcontext, poll
+    one.met.update({1: 3, 2: 5})
+    one.before_save(lost=[1])
+    one.after_restore(ReplicaLoss({}, [0, 2], StepContext(1, False, [6, 6])))
+    assert one.met == {1: 6}
+
+
 def test_what_came_before_a_replica_was_lost_counts_after_it() -> None:
     """The weighted sum of this replica and of the received push stays, though the model has not got the push yet."""
     module = nn.Linear(2, 1, bias=False).double()
@@ -108,12 +124,26 @@ def test_what_came_before_a_replica_was_lost_counts_after_it() -> None:
     client.lose, client.waiting, client.restore = lambda *_: None, lambda: [[come]], box.extend
     one.met.update({1: 3, 2: 5})
     one.missed.update({0: 1, 1: 2})
-    one.absorb_arrived([1])
+    one.before_save(lost=[1])
+    one.after_restore(ReplicaLoss({}, [0, 2], StepContext(1, False, [6, 6])))
     assert (one.met, one.missed) == ({1: 5}, {0: 1})  # the third replica is the second now
-    one.after_restore()  # with the connections of those that remain
     [(column, push)] = box
     assert (column, push.peer) == (0, -1)  # the others' numbers have changed
     learn(one, [12])
     take(one, push)
+    assert one.weights == [1.5]
+    assert torch.allclose(one.x[0], total)
+
+
+def test_mail_is_taken_in_beside_what_the_model_has_learned_since() -> None:
+    """Where columns have other values after a loss, it cannot wait for the next round."""
+    module = nn.Linear(2, 1, bias=False).double()
+    one = push_sum(module)
+    learn(one, [6, 6])
+    total = one.x[0] + 2.0 + 3.0
+    step(module, 2.0)
+    one.mail = [(0, -1, 7, 0.5, [torch.full((2,), 3.0).double()])]
+    one.take_mail()
+    learn(one, [6, 6])
     assert one.weights == [1.5]
     assert torch.allclose(one.x[0], total)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hetero import Averager, InFlight, Own, PerReplica, Scratch, Shared, StepContext, model_values, zeros
-from lightning_hetero.algorithms.base import FitInfo
+from lightning_hetero.algorithms.base import FitInfo, ReplicaLoss
 from lightning_hetero.algorithms.diloco import OuterAverager
 from lightning_hetero.algorithms.state import (
     PendingExchange,
@@ -530,13 +530,13 @@ def test_fragments_wait_after_a_loss_in_a_resumed_run_too() -> None:
 
     def streaming() -> Any:
         links: Any = SimpleNamespace(count=2, index=0, prepare=lambda: None, lay_out=lambda layout: None)
-        links.feedback = lambda wire, lengths: None
+        links.feedback, links.gather = lambda wire, lengths: None, lambda step: [step, 8]
         averager = OuterAverager(tau=4, delay=2)
         averager.setup(averager.make_replica(model()), links, list, FitInfo())
         return averager
 
     survivor, resumed = streaming(), streaming()
-    survivor.after_loss({"reference": survivor.reference}, 8, StepContext(7, False, [1, 1]))
+    survivor.after_restore(ReplicaLoss({"reference": survivor.reference}, [0, 1], StepContext(7, False, [1, 1])))
     write(resumed, read(survivor))
     assert streaming().beginning(8) == [0]
     assert survivor.beginning(8) == resumed.beginning(8) == []

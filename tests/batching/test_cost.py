@@ -9,15 +9,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from simulation import by_row, by_time, traces
 
-from lightning_hetero.batching.cost import CostModel, CurveEstimator, SpeedEstimator
+from lightning_hetero.batching.cost import CostModel, CurveEstimator
 from lightning_hetero.batching.shares import Cost
 
 measurements = st.lists(st.tuples(st.integers(1, 512), st.floats(1e-6, 1e4)), max_size=60)
 
 
-def learned(points, **options):
+def learned(points):
     """A model that has seen the given (samples, seconds)."""
-    model = CostModel(**options)
+    model = CostModel()
     for samples, seconds in points:
         model.observe(samples, seconds)
     return model
@@ -124,7 +124,7 @@ def test_after_a_change_the_ratio_is_learned_anew():
 
 
 def test_it_is_ready_after_two_measurements_beyond_the_warm_up():
-    model = CostModel(warm_up=2)
+    model = CostModel()
     assert [model.error(16)] == [math.inf]
     ready = []
     for n, t in at(16, times=6):
@@ -227,15 +227,9 @@ def line(samples):
     return 0.010 + 0.002 * samples
 
 
-def shape():
-    return CurveEstimator(
-        SpeedEstimator.SECONDS, SpeedEstimator.STATE, SpeedEstimator.CHANGE, SpeedEstimator.LEAST_NOISE
-    )
-
-
 def seen(device, sizes, times=8, noise=0.0, seed=0, into=None):
     """A shape with ``times`` measurements of each size, in stretches of 0.1 s at least."""
-    found, rng = into or shape(), random.Random(seed)
+    found, rng = into or CurveEstimator(), random.Random(seed)
     for n in sizes:
         for _ in range(times):
             work = device(n) * max(0.2, rng.gauss(1, noise))
@@ -260,7 +254,7 @@ def test_noise_makes_no_curve_of_it(noise):
 @pytest.mark.parametrize("name", ["quiet", "one_busy", "two_busy", "bursts"])
 @pytest.mark.parametrize("by", [by_time, by_row])
 def test_nor_does_that_of_real_machines(name, by):
-    noise, found, now, curves = by(traces(name)), shape(), 0.0, 0
+    noise, found, now, curves = by(traces(name)), CurveEstimator(), 0.0, 0
     rng = random.Random(0)
     for step in range(4000):
         if step % 200 == 0:
@@ -340,7 +334,7 @@ def test_where_times_bend_down_the_curve_is_below_them_and_it_is_said():
 
 @pytest.mark.parametrize("factor", [1.0, 3.0])
 def test_an_assumed_curve_is_used_at_the_speed_that_is_measured(factor):
-    found = shape()
+    found = CurveEstimator()
     found.assume(Cost(0.064, 1e-9, ((16.0, 0.004),)))
     assert found.curve() is None  # nothing has been measured yet
     seen(lambda n: factor * flat(n), [24], times=2, into=found)

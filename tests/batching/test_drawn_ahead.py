@@ -13,11 +13,11 @@ from torch.utils.data.distributed import DistributedSampler
 
 from lightning_hetero.batching.accounting import BatchAccounting
 from lightning_hetero.batching.planner import Planner
-from lightning_hetero.batching.sample_costs import sample_costs_of
 from lightning_hetero.batching.sampler import Position
 from lightning_hetero.batching.timer import StepTimer
 from lightning_hetero.strategies import loaders as loaders_module
 from lightning_hetero.strategies.loaders import Loaders
+from lightning_hetero.strategies.options import Options
 
 LOADING = 0.003  # seconds that a rank without workers takes to load a batch
 
@@ -68,14 +68,10 @@ class Rank:
             rank,
             tuple(range(world)),
             self.planner,
+            Options(sample_cost=costs, cost=rule),
             self.position,
             lambda value: value,
             lambda tally: tally,
-            len,
-            global_batch_size=None,
-            sized_by_user=False,
-            balance_iterable=False,
-            costs_of=lambda dataset: sample_costs_of(dataset, None, costs, rule),
         )
         timer = StepTimer(torch.device("cpu"), clock=self.clock)
         self.accounting = BatchAccounting(

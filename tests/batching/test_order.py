@@ -25,9 +25,11 @@ from lightning_hetero.batching.sampler import (
     Position,
     seeded,
 )
+from lightning_hetero.checkpoint_sections import section
 from lightning_hetero.errors import DataError
 from lightning_hetero.strategies import loaders as loaders_module
 from lightning_hetero.strategies.loaders import Loaders
+from lightning_hetero.strategies.options import Options
 
 sizes = st.integers(0, 60)
 batch_sizes = st.integers(1, 20)
@@ -101,6 +103,8 @@ def test_a_sampler_that_yields_more_than_its_length_says_so():
     order = AgreedOrder(Long([1, 2, 3]), lambda value: value, decides=lambda: True, seed=0)
     with pytest.warns(UserWarning, match="Long yields 3 items, but its length says 2"):
         assert list(order) == [1, 2, 3]
+    with pytest.warns(UserWarning, match="the rest is not used"):
+        assert list(FixedBatches(order, 3, drop_last=False).draw(0)) == [[1, 2]]
 
 
 # -- agreeing on a sampler of the user's -----------------------------------------------------------------
@@ -270,19 +274,29 @@ def test_ranks_meet_at_one_moment_to_agree_on_a_sampler_or_are_refused(
             rank,
             (0, 1),
             Planner(2),
+            Options(),
             lambda: Position(0, 0, 0),
             lambda x: x,
             lambda x: x,
-            len,
-            None,
-            sized_by_user=False,
-            balance_iterable=False,
         )
         if evaluation:
             loaders.evaluation(loader, name="validation")
         else:
             loaders.training(loader, False, pl.LightningModule())
     assert (checked[0] == checked[1]) == fits
+
+
+def test_the_batches_of_evaluation_are_no_steps_of_training(monkeypatch):
+    # A fit that goes on with other ranks would take a training loader of that batch_size for one that it knows.
+    monkeypatch.setattr(loaders_module, "raise_on_all", lambda *_: None)
+    monkeypatch.setattr(loaders_module, "check_equal", lambda *_: None)
+    planner, same = Planner(2), lambda x: x
+    loaders = Loaders(0, (0, 1), planner, Options(), lambda: Position(0, 0, 0), same, same)
+    loaders.training(DataLoader(data := range(64), batch_size=4), False, pl.LightningModule())
+    loaders.evaluation(DataLoader(data, batch_size=8), "validation")
+    checkpoint: dict = {}
+    loaders.sizes.add_to(checkpoint)
+    assert section(checkpoint, "global_batches") == [[4, 8]]
 
 
 # -- batches that stay whole -----------------------------------------------------------------------------

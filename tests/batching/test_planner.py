@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from lightning_hetero.batching.plan import Plan, exact_shares, rotating_shares
 from lightning_hetero.batching.planner import Planner
-from lightning_hetero.batching.repartition import PlanningState, ShareHistory, plan_for_survivors
+from lightning_hetero.batching.repartition import ShareHistory, plan_for_survivors
 from lightning_hetero.batching.reports import Report
 from lightning_hetero.batching.shares import Cost, Stepwise, makespan, split
 from lightning_hetero.errors import ConfigurationError, ShareError
@@ -568,17 +568,6 @@ def test_earlier_plans_are_still_known() -> None:
     assert planner.shares(8) == [24, 8]
 
 
-def test_a_rank_that_is_behind_learns_plans_without_forgetting_by_which_it_still_draws() -> None:
-    """If ranks are lost, the rank that is behind learns the plans from one that is ahead."""
-    ahead, behind = Planner(2), Planner(2)
-    for planner in (ahead, behind):
-        planner.expect(32)
-    for start in (50, 150):
-        ahead.adopt(replace(ahead.at(0), start=start))
-    PlanningState.of(ahead).apply_to(behind)
-    assert [behind.at(step).start for step in (40, 120, 160)] == [0, 50, 150]
-
-
 positive = st.floats(0.01, 3.0)
 ranks = st.lists(
     st.tuples(st.builds(Cost, st.floats(0.0, 3.0), positive, st.just(())), st.integers(0, 4), st.integers(0, 60)),
@@ -626,6 +615,13 @@ def test_those_that_remain_go_on_in_turn(turns):
     planner.expect(63)
     rests = {tuple(planner.at(step).split([63], planner.turn(step))[0]) for step in range(20)}
     assert rests == ({(32, 31), (31, 32)} if turns else {(32, 31)})
+
+
+def test_a_rank_whose_share_is_0_has_no_samples_once_another_is_lost_either():
+    former = Planner(3, [1.0, 0.0, 2.0])
+    former.expect(30)
+    assert former.shares(0) == [10, 0, 20]
+    assert plan_for_survivors(former, [1, 2], Planner(2, [0.0, 2.0])).shares(0) == [0, 30]
 
 
 # -- multiples ----------------------------------------------------------------------------------------

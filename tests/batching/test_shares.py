@@ -347,7 +347,7 @@ def test_a_planner_splits_by_curves_and_saves_them():
     straight = Report(0.010, 0.004, 0.0, 6.0, 16, 0.1, 0.0)
     reports = [Report(*FLAT[:2], *straight[2:-1], bends=FLAT.bends), straight]
     planner._doubt = 0.0
-    planner.min_gain = 0.0
+    planner.MIN_GAIN = 0.0
     assert planner.update(4, reports) is not None
     assert planner.shares(6) == [17, 15]
     restored = Planner(2)

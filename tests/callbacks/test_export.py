@@ -24,7 +24,7 @@ from lightning_hetero import (
     GossipStrategy,
     HeteroDDPStrategy,
 )
-from lightning_hetero.callbacks.export import CHARTS, METRICS
+from lightning_hetero.callbacks.export import CHARTS, METRICS, PrometheusEndpoint
 from lightning_hetero.callbacks.monitor import HeteroMonitor
 from lightning_hetero.errors import ConfigurationError, DisagreementError
 from lightning_hetero.strategies.recovery_policy import MembershipChange
@@ -132,6 +132,21 @@ def test_prometheus_reads_what_loggers_get() -> None:
     assert float(values["hetero_bytes_sent"]) > 0
     assert "# TYPE hetero_rank_share gauge" in text
     assert "# HELP hetero_consensus_distance RMS distance" in text
+
+
+def test_prometheus_reads_numbers_of_any_name() -> None:
+    """As an algorithm of the user's may give them."""
+    pytest.importorskip("prometheus_client")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    endpoint = PrometheusEndpoint("127.0.0.1", port)
+    try:
+        endpoint.update({"share/rank1": 4.0, "slow-loss": 0.5, "gap/inner": 2.0})
+        found = {sample.name: (sample.labels, sample.value) for one in endpoint.collect() for sample in one.samples}
+    finally:
+        endpoint.close()
+    assert found["hetero_rank_share"] == ({"rank": "1"}, 4.0)
+    assert (found["hetero_slow_loss"], found["hetero_gap_inner"]) == (({}, 0.5), ({}, 2.0))
 
 
 def _refused(port: int | None = None) -> None:

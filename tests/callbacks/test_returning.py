@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from scripts import run_script
 
 SCRIPT = """
@@ -65,11 +66,15 @@ if __name__ == "__main__":
 """
 
 
+# Scripts of tests run in a forked process, where Lightning does not fork again with a CUDA build of PyTorch.
+FORKS = pytest.mark.skipif(torch.backends.cuda.is_built(), reason="a forked process does not fork again with CUDA")
+
+
 @pytest.mark.parametrize(
     "strategy",
     [
-        "lightning_hetero.HeteroDDPStrategy(rebalance_every_n_steps=2, start_method='fork')",
-        pytest.param("'hetero_easgd_overlap_notebook'", marks=pytest.mark.long),
+        pytest.param("lightning_hetero.HeteroDDPStrategy(rebalance_every_n_steps=2, start_method='fork')", marks=FORKS),
+        pytest.param("'hetero_easgd_overlap_notebook'", marks=[pytest.mark.long, FORKS]),
         pytest.param("'hetero_easgd_spawn'", marks=pytest.mark.long),
     ],
 )
@@ -117,6 +122,7 @@ if __name__ == "__main__":
 """
 
 
+@FORKS
 @pytest.mark.parametrize(
     ("seconds", "chosen", "stays"), [(10.0, ["NodeAverageStrategy", 4], False), (1e-9, None, True)]
 )

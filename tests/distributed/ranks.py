@@ -204,6 +204,7 @@ def quiet() -> None:
         "The '.*dataloader' does not have many workers",
         "Starting from v1.9.0, `tensorboardX`",
         "`isinstance\\(treespec, LeafSpec\\)` is deprecated",
+        "Sparse invariant checks are implicitly disabled",
         "The number of training batches",
         "You are using the `dataloader_iter` step flavor",
         "This process .* is multi-threaded, use of fork",

@@ -78,10 +78,9 @@ def test_meeting_at_every_step_with_momentum_is_flat_data_parallel() -> None:
 
 
 class Unweighted(NodeAverageStrategy):
-    def make_engine(self, job: Any, share: Any) -> Any:
-        engine = super().make_engine(job, share)
-        engine.samples_per_replica = lambda: [1] * job.view.count  # type: ignore[method-assign]
-        return engine
+    def build(self, job: Any, repartition: Any = None) -> None:
+        super().build(job, repartition)
+        self.engine.samples_per_replica = lambda: [1] * job.view.count  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize(("kind", "options"), [(NodeAverageStrategy, {"every_n_steps": 3}), (DASOStrategy, {})])

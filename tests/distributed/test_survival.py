@@ -344,3 +344,31 @@ def test_the_loss_of_a_repeated_step_counts_once() -> None:
     *rest, lost = attempt(_fit_counting_losses, 3, nodes=[2, 1])
     assert lost.exitcode == -signal.SIGKILL
     assert [outcome.value for outcome in rest] == [dict.fromkeys(range(6), 1)] * 2, rest[0].trace
+
+
+class Validated(Module):
+    """Keeps the samples of the latest validation."""
+
+    def on_validation_epoch_start(self) -> None:
+        self.validated: list[int] = []
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.validated += batch[2].tolist()
+
+
+def _fit_validated(lost: int, whole: bool) -> list[int]:
+    module, options = Validated(), {"on_peer_loss": "continue", "balance": "off", "timeout": 60}
+    strategy = HeteroDDPStrategy(whole_batches=whole, **options)
+    fast = {**FAST, "max_epochs": 2, "limit_val_batches": 1.0}
+    trainer = pl.Trainer(strategy=strategy, callbacks=[Killed(lost, 5)], **fast)
+    parts = [list(range(i, min(i + BATCH, SAMPLES))) for i in range(0, SAMPLES, BATCH)]
+    trainer.fit(module, *(DataLoader(Numbered(), batch_sampler=parts) for _ in range(2)))
+    return module.validated
+
+
+@pytest.mark.parametrize(("lost", "whole"), [(0, False), (2, True)])
+def test_after_a_loss_batches_of_a_sampler_of_the_users_are_validated_once(lost: int, whole: bool) -> None:
+    outcomes = attempt(_fit_validated, 3, lost, whole)
+    rest = [outcome for rank, outcome in enumerate(outcomes) if rank != lost]
+    assert all(outcome.value for outcome in rest), "\n".join(outcome.trace for outcome in rest)
+    assert sorted(i for outcome in rest for i in outcome.value) == list(range(SAMPLES))

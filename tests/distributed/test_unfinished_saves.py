@@ -129,18 +129,19 @@ def test_only_what_the_job_itself_has_left_is_removed(tmp_path: Path) -> None:
     assert _names(folder) == ["replica-1-zzz.pt", "saving-123.tmp", "saving-replica-0-zzz-123.tmp"]
     assert _names(tmp_path / "step=7.ckpt.shards") == before
     assert _names(tmp_path / "step=2.ckpt.shards") == ["replica-0-ccc.pt", "replica-1-ccc.pt"]
-    assert shards.removals()[1] == [(str(tmp_path / "step=1.ckpt"), {"aaa"})]  # for hosts with folders of their own
+    assert shards._gone == [(str(tmp_path / "step=1.ckpt"), {"aaa"})]  # for hosts with folders of their own
 
 
-def test_other_hosts_remove_their_own_part(tmp_path: Path) -> None:
+def test_other_hosts_remove_their_own_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = Shards(), Shards()
     for rank, shards in enumerate((first, second)):
         _save(shards, tmp_path / str(rank) / "step=1.ckpt", "aaa", (rank,))
     (tmp_path / "1" / "step=1.ckpt.shards" / "replica-1-zzz.pt").touch()
     first.unfinished(TorchCheckpointIO(), tmp_path / "0" / "step=1.ckpt")
-    save, [gone] = first.removals()
-    path = str(tmp_path / "1" / "step=1.ckpt")  # in reality the path is the same on both
-    second.apply_removals(TorchCheckpointIO(), True, (save, [gone._replace(path=path)]))
+    [gone] = first._gone
+    told = gone._replace(path=str(tmp_path / "1" / "step=1.ckpt"))  # in reality the path is the same on both
+    monkeypatch.setattr("lightning_hetero.checkpoint.shards.value_of_rank", lambda own, rank: ("bbb", [told]))
+    assert Shards.clean(second, TorchCheckpointIO(), True) == "bbb"
     assert _names(tmp_path) == ["0", "1", "1/step=1.ckpt.shards", "1/step=1.ckpt.shards/replica-1-zzz.pt"]
 
 
