@@ -21,7 +21,7 @@ from lightning_hetero.errors import UnsupportedError
 
 _REDUCTIONS = ("mean", "avg", "sum", "min", "max", "product")
 _LOGGED = ("mean", "sum", "min", "max")  # reductions of values that are logged
-#: Values in a message between devices, on which its size does not depend: a library of theirs checks no sizes.
+#: Values in a message, on which its size does not depend: where ranks log other numbers of values, they still meet.
 _SLOTS = 64
 
 
@@ -118,7 +118,6 @@ class Collectives:
         self._on_devices = on_devices
         self._unchecked: list[RowsToCheck] = []
         self._samples: Callable[[], float | None] | None = None  # of this rank in the running step; outside of one None
-        self._read = False  # whether values were read too early
         self._warned = False  # that a mean could not be weighted
         self._trial: TrialBatch | None = None  # under way, if one is
         self._logged: Logged | None = None  # what is being logged
@@ -143,19 +142,20 @@ class Collectives:
 
     @contextmanager
     def deferring(self) -> Iterator[None]:
-        """Reduce what is logged in this block at its end, as one message (collective, if something is logged).
-
-        Until then the values are NaN: this rank's own ones would be taken for those of all ranks.
-        """
+        """Reduce what is logged in this block at its end, as one message (collective, if something is logged)."""
         self._deferred = []
         try:
             yield
-            values, self._deferred = self._deferred, None
             self.settle()  # what the step before has left, while the device is busy with this one
-            if values:
-                self._reduce_logged(values, "training_step")
+            self.reduce_deferred()
         finally:  # after an error they are dropped
             self._deferred = None
+
+    def reduce_deferred(self) -> None:
+        """Reduce what was logged in a block of :meth:`deferring` until now (collective, if something was)."""
+        if self._deferred:
+            values, self._deferred = self._deferred, []
+            self._reduce_logged(values, "training_step")
 
     @contextmanager
     def preceding(self, call: Callable[[], None]) -> Iterator[None]:
@@ -173,16 +173,6 @@ class Collectives:
             rank_zero_warn(
                 f"What self.log({name!r}, ...) gave is NaN: its batch_size was 0 throughout, so that no value counts. "
                 "Give the samples that a value stands for; 0 only where another rank or batch has some."
-            )
-
-    def explain_unreduced(self) -> None:
-        """Say once why values that the running training step has logged are NaN, if it has."""
-        if self._deferred and not self._read:
-            self._read = True
-            rank_zero_warn(
-                "Logged values are read while training_step runs. Those that it has logged itself with sync_dist=True, "
-                f"as {self._deferred[-1].logged.name!r}, are NaN until it returns: they are reduced then, as one "
-                "message. Read them in a hook such as on_train_batch_end."
             )
 
     @contextmanager
@@ -236,7 +226,7 @@ class Collectives:
         Within a step, a mean weighs each rank by its samples, as ``self.log(..., sync_dist=True)`` means it: by the
         ``batch_size`` given to ``self.log``, else by what the batch holds. If that is unknown on some rank, every
         rank counts the same, with a warning. At the end of an epoch Lightning has weighted the values itself. The mean
-        of integers is not truncated. What ``training_step`` logs is NaN until it returns; see :meth:`deferring`.
+        of integers is not truncated. What ``training_step`` logs comes when it returns, or is read; see :meth:`deferring`.
 
         Args:
             tensor: of any shape and dtype; anything else is returned as it is.
@@ -336,39 +326,41 @@ class Collectives:
         groups = [self._on_devices(value.own.device) for value in values]
         on_host = [value for value, group in zip(values, groups, strict=True) if group is None]
         on_devices = [value for value, group in zip(values, groups, strict=True) if group is not None]
+        library = next((group for group in groups if group is not None), None)
         for first in range(0, len(on_devices), _SLOTS):
-            library = next(group for group in groups if group is not None)
             self._reduce_on_devices(on_devices[first : first + _SLOTS], what, library)
-        if on_host:
-            self._reduce_on_hosts(on_host, what)
+        for first in range(0, len(on_host), _SLOTS):
+            self._reduce_on_hosts(on_host[first : first + _SLOTS], what)
 
     def _reduce_on_hosts(self, values: Sequence[LoggedValue], what: str) -> None:
         """Reduce values on the host, which waits for one copy from each device."""
         places = dict[torch.device, list[int]]()
         for place, value in enumerate(values):
             places.setdefault(value.own.device, []).append(place)
-        own = torch.zeros(len(values), dtype=torch.float64)
+        own = torch.zeros(_SLOTS, dtype=torch.float64)
         for here in places.values():
             own[here] = _plain([values[place] for place in here]).to("cpu", torch.float64)
-        rows = self.gather((own.tolist(), _weights(values)), what)
-        plain, weights = torch.tensor(rows, dtype=torch.float64).unbind(1)
-        sums = _sums(plain, weights)
-        self._explain_means(values, sums)
-        found = _reduced(values, plain, sums)
+
+        def everyone() -> Tensor:
+            return _rows(torch.cat([own, torch.tensor(_weights(values, what), dtype=torch.float64)]), None)
+
+        with self._waiting():
+            rows = collective(f"reduce {what}", everyone)
+        sums = self._checked(rows, values, what)
+        found = _reduced(values, rows, sums)
         for device, here in places.items():
             _fill([values[place] for place in here], _uploaded(found[here], device))
 
-    def _reduce_on_devices(self, values: Sequence[LoggedValue], what: str, library: dist.ProcessGroup) -> None:
+    def _reduce_on_devices(
+        self, values: Sequence[LoggedValue], what: str, library: dist.ProcessGroup | None
+    ) -> None:
         """Reduce values on all ranks' devices, for which the host does not wait; :meth:`settle` checks them."""
-        count, device = len(values), values[0].own.device
-        weights = [*_weights(values), *[0.0] * (_SLOTS - count), float(collective_number(what, None))]
-        padding = torch.zeros(_SLOTS - count, dtype=widest_float(device), device=device)
-        message = torch.cat([_plain(values), padding, _uploaded(torch.tensor(weights, dtype=torch.float64), device)])
-        rows = message.new_empty(dist.get_world_size(), len(message))
+        device = values[0].own.device
+        padding = torch.zeros(_SLOTS - len(values), dtype=widest_float(device), device=device)
+        weights = _uploaded(torch.tensor(_weights(values, what), dtype=torch.float64), device)
         with self._waiting():
-            dist.all_gather(list(rows), message, group=library)
-        plain = rows[:, :count]
-        _fill(values, _reduced(values, plain, _sums(plain, rows[:, _SLOTS : _SLOTS + count])))
+            rows = _rows(torch.cat([_plain(values), padding, weights]), library)
+        _fill(values, _reduced(values, rows, _sums(rows)))
         stage = stage_of(device)
         there = pinned(rows.numel(), rows.dtype) if stage.has_streams else torch.empty(rows.numel(), dtype=rows.dtype)
         there = there.view(rows.shape).copy_(rows, non_blocking=stage.has_streams)
@@ -384,15 +376,17 @@ class Collectives:
         for rows, ready, values, what in unchecked:
             if ready is not None:
                 ready.synchronize()
-            if len(set(rows[:, -1].tolist())) > 1:
-                self.gather(None, what)  # raises the error, which says what each rank logs
-            count = len(values)
-            self._explain_means(values, _sums(rows[:, :count], rows[:, _SLOTS : _SLOTS + count]))
+            self._checked(rows, values, what)
 
-    def _explain_means(self, values: Sequence[LoggedValue], sums: Tensor) -> None:
-        for value, weight, unknown in zip(values, sums[2].tolist(), sums[4].tolist(), strict=True):
+    def _checked(self, rows: Tensor, values: Sequence[LoggedValue], what: str) -> Tensor:
+        """The sums of rows of all ranks, all of which log the same; warns of means that are not what was asked for."""
+        if len(set(rows[:, -1].tolist())) > 1:
+            self.gather(None, what)  # raises the error, which says what each rank logs
+        sums = _sums(rows)
+        for value, weight, unknown in zip(values, sums[2].tolist(), sums[4].tolist(), strict=False):
             if value.reduction == "mean":
                 self._explain(value.logged, weight, unknown)
+        return sums
 
     def all_gather(self, tensor: Tensor, group: Any | None, sync_grads: bool) -> Tensor:
         """Gather the tensors of all ranks.
@@ -434,25 +428,35 @@ def _plain(values: Sequence[LoggedValue]) -> Tensor:
     return torch.cat(kept).to(widest_float(kept[0].device))
 
 
-def _weights(values: Sequence[LoggedValue]) -> list[float]:
-    """The weight of each value in a mean; NaN if that is unknown."""
-    return [math.nan if value.samples is None else float(value.samples) for value in values]
+def _weights(values: Sequence[LoggedValue], what: str) -> list[float]:
+    """The weight of each value in a mean, NaN if that is unknown; and a number for all that is logged."""
+    weights = [math.nan if value.samples is None else float(value.samples) for value in values]
+    return [*weights, *[0.0] * (_SLOTS - len(values)), float(collective_number(what, None))]
 
 
-def _sums(plain: Tensor, weights: Tensor) -> Tensor:
-    """Sums over ranks of rows of values and weights: weighted, plain, of weights, ranks that count, weights unknown.
+def _rows(message: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """The messages of all ranks: values, their weights, a number."""
+    rows = message.new_empty(dist.get_world_size(group), len(message))
+    dist.all_gather(list(rows), message, group=group)
+    return rows
+
+
+def _sums(rows: Tensor) -> Tensor:
+    """Sums over ranks of the values: weighted, plain, of weights, of ranks that count, of weights that are unknown.
 
     Ranks are added one after the other: devices and CPUs of all kinds then come to the same sums.
     """
+    plain, weights = rows[:, :_SLOTS], rows[:, _SLOTS:-1]
     unknown = weights.isnan()
     weights = weights.masked_fill(unknown, 1.0)
-    rows = torch.stack([plain * weights, plain, weights, (weights != 0).to(plain), unknown.to(plain)], 1)
-    return functools.reduce(torch.add, rows)
+    summed = torch.stack([plain * weights, plain, weights, (weights != 0).to(plain), unknown.to(plain)], 1)
+    return functools.reduce(torch.add, summed)
 
 
-def _reduced(values: Sequence[LoggedValue], plain: Tensor, sums: Tensor) -> Tensor:
-    """The values over all ranks, of one row for each rank."""
+def _reduced(values: Sequence[LoggedValue], rows: Tensor, sums: Tensor) -> Tensor:
+    """The values over all ranks."""
     weighted, total, weight, ranks, unknown = sums
+    plain = rows[:, :_SLOTS]
     found = {
         "mean": torch.where(unknown > 0, total / ranks, weighted / weight),
         "sum": total,

@@ -201,7 +201,7 @@ def weigh_logged(
             _explain(results, name, collectives.explain_nan)
 
     def metrics(*args: Any) -> Any:
-        collectives.explain_unreduced()
+        collectives.reduce_deferred()
         return type(results).metrics(results, *args)
 
     results.log = log if passes is None else partial(passes.take, log)
