@@ -146,7 +146,7 @@ class CenterClient:
         self._links.gather(None)  # no push-pull is under way any more
         layout = self.center.layout
         counts = torch.zeros(len(layout.leaders), dtype=torch.int64)
-        if layout.rank == layout.host:
+        if layout.is_host:
             _, seen = self.center.read(out)
             counts.copy_(torch.tensor(seen))
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_hetero.comm.centers.base import Center, CenterLayout, PushPull, subtract_center
-from lightning_hetero.errors import CommunicationError, HeteroError, UnsupportedError
+from lightning_hetero.errors import HeteroError, UnsupportedError
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -45,12 +45,11 @@ class MPICenter(Center):
         self._communicator = MPI.COMM_WORLD.Dup()
         sizes = [8 * len(self.layout.leaders), *(value.nbytes for value in values)]
         *self._starts, total = accumulate((-(-size // 64) * 64 for size in sizes), initial=0)
-        here = self.layout.rank == self.layout.host
-        self._window = MPI.Win.Allocate(total if here else 0, 1, comm=self._communicator)
+        self._window = MPI.Win.Allocate(total if self.layout.is_host else 0, 1, comm=self._communicator)
         self._window.Lock_all()
         self._table = torch.zeros(len(self.layout.leaders), dtype=torch.float64)  # counts
         self._center = [torch.empty_like(value) for value in values]  # as last read
-        if here:
+        if self.layout.is_host:
             self._memory = torch.frombuffer(self._window.tomemory(), dtype=torch.uint8)
             self.write(values, [0] * len(self.layout.leaders))
             if self._across:
@@ -69,7 +68,7 @@ class MPICenter(Center):
         own[self.layout.replica] = 1
         self._add(own, 0)
         self._get(self._table, 0)
-        sent = 0 if self.layout.rank == self.layout.host else sum(v.nbytes for v in values)
+        sent = 0 if self.layout.is_host else sum(v.nbytes for v in values)
         return PushPull(square, [int(count) for count in self._table], sent)
 
     def _fetch(self, out: Sequence[Tensor]) -> None:
@@ -98,10 +97,7 @@ class MPICenter(Center):
         deadline = time.monotonic() + self.layout.timeout.total_seconds()
         while not request.Test():
             if time.monotonic() > deadline:
-                raise CommunicationError(
-                    f"rank {self.layout.rank} waited {self.layout.timeout.total_seconds():g} s for the center in the "
-                    f"memory of rank {self.layout.host}, which does not answer (the strategy's `timeout` is the limit)."
-                )
+                raise self._too_late(f"the center in the memory of rank {self.layout.host}, which does not answer")
             if self._across:
                 time.sleep(1e-4)
 
@@ -115,7 +111,7 @@ class MPICenter(Center):
     @override
     def write(self, values: Sequence[Tensor], counts: Sequence[int]) -> None:
         assert self._window is not None
-        if self.layout.rank != self.layout.host:
+        if not self.layout.is_host:
             return
         table = torch.tensor(counts, dtype=torch.float64)
         for start, value in zip(self._starts, (table, *values), strict=True):

@@ -46,7 +46,7 @@ class SharedCenter(Center):
         like = [torch.zeros(len(self.layout.leaders), dtype=torch.float64), *values]
         memory: MappedVectors | None = None
         problem: HeteroError | None = None
-        if self.layout.rank == self.layout.host:
+        if self.layout.is_host:
             try:
                 memory = MappedVectors(like)
             except OSError as error:
@@ -72,7 +72,7 @@ class SharedCenter(Center):
         raise_on_all(problem, "the center in shared memory", self.layout.group)
         if self.layout.is_client:
             fcntl.lockf(self._file, fcntl.LOCK_EX, 1, _ALIVE + self.layout.replica)
-        if self.layout.rank == self.layout.host:
+        if self.layout.is_host:
             self.write(values, [0] * len(self.layout.leaders))
         dist.barrier(self.layout.group)
 
@@ -97,7 +97,7 @@ class SharedCenter(Center):
 
     @override
     def write(self, values: Sequence[Tensor], counts: Sequence[int]) -> None:
-        if self.layout.rank != self.layout.host:
+        if not self.layout.is_host:
             return
         for own, value in zip(self._values, values, strict=True):
             own.copy_(value)
@@ -112,10 +112,7 @@ class SharedCenter(Center):
         while not _try(self._file, fcntl.LOCK_EX, _LOCK):
             self._check_others()
             if time.monotonic() > deadline:
-                raise CommunicationError(
-                    f"rank {self.layout.rank} waited {self.layout.timeout.total_seconds():g} s for the center in "
-                    "shared memory: another rank holds it and has stopped (the strategy's `timeout` is the limit)."
-                )
+                raise self._too_late("the center in shared memory: another rank holds it and has stopped")
             time.sleep(1e-4)
         try:
             yield
