@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
+from typing_extensions import override
 
 from lightning_hetero.comm.agreement import gather, value_of_rank
 from lightning_hetero.comm.columns import Cut, Layout, LayoutInColumns, join, spread
@@ -648,8 +649,8 @@ class ReplicaLinks:
         self.traffic.skipped += [i for i, healthy in enumerate(average.healthy) if not healthy]
 
 
-class Exchange:
-    """An average that is being taken in the background.
+class Exchange(Background[Average]):
+    """An average that is being taken in the background. Its result counts as an exchange: ask for it once.
 
     Args:
         links: over which it runs.
@@ -659,22 +660,13 @@ class Exchange:
 
     def __init__(self, links: ReplicaLinks, work: Callable[[], Average], own: Contribution) -> None:
         self._links, self._own = links, own
-        self._background = Background(work)
+        super().__init__(work)
 
-    def result(self) -> Average:
-        """Wait for the average. Ask once."""
-        average = self._background.result()
-        self._links._account(average, self._own, self._background.seconds, self._background.waited)
+    @override
+    def result(self, seconds: float | None = None) -> Average:
+        average = super().result(seconds)
+        self._links._account(average, self._own, self.seconds, self.waited)
         return average
-
-    def wait(self) -> None:
-        """Wait for its end, well or with an error."""
-        self._background.wait()
-
-    @property
-    def seconds(self) -> float:
-        """Seconds that the average took, once it has ended."""
-        return self._background.seconds
 
 
 class DeviceAllReduce:

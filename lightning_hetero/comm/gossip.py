@@ -19,12 +19,11 @@ from lightning_hetero.comm.gossip_peers import (
     MessageKind,
     PeerConnections,
     Session,
-    others_boxes,
 )
 from lightning_hetero.comm.shared_memory import MappedVectors
 from lightning_hetero.comm.threads import close_at_exit
 from lightning_hetero.comm.transport import RefusedError, VectorChannel, VectorMessage, refuse_vectors
-from lightning_hetero.errors import CommunicationError
+from lightning_hetero.errors import CommunicationError, DisagreementError
 
 ANY = -1.0  # round of an offer that any peer may take, whatever its own round
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.002, 0.1  # seconds between two questions
@@ -114,13 +113,15 @@ class PeerTransport(ABC):
         like: vectors of the sizes and dtypes to come, on the CPU.
 
     Attributes:
-        outbox: where this peer writes what it offers or sends.
+        outbox: memory that the other peers of this host see.
+        outgoing: the vectors in it, where this peer writes what it offers or sends.
         boxes: the same of the other peers of this host.
         peers: the connections to others.
     """
 
     def __init__(self, me: int, session: Session, interface: str, like: Sequence[Tensor]) -> None:
         self.me, self.outbox = me, MappedVectors(like)
+        self.outgoing = self.outbox.vectors
         self.boxes: dict[int, MappedVectors] = {}
         self._changed = threading.Condition()  # guards what belongs to subclasses
         self.peers = PeerConnections(me, session, interface, self._attend, self._place, self._wake)
@@ -138,8 +139,19 @@ class PeerTransport(ABC):
             self._changed.notify_all()
 
     def set_outboxes(self, paths: Mapping[int, str]) -> None:
-        """Learn where the peers of this host write their values."""
-        self.boxes = others_boxes(self.outbox, paths)
+        """Learn where the peers of this host write their values.
+
+        Raises:
+            DisagreementError: one cannot be opened, or holds another model.
+        """
+        for peer, path in paths.items():
+            try:
+                self.boxes[peer] = MappedVectors(self.outgoing, path)
+            except (OSError, ValueError) as error:
+                raise DisagreementError(
+                    f"replica {peer}'s values cannot be read in shared memory: {error}. It has another model, or lives "
+                    "elsewhere under the same host name: give hosts, or containers, names of their own."
+                ) from error
 
     def lose(self, peer: int) -> None:
         """Go on without a peer."""
@@ -186,7 +198,7 @@ class PairExchange:
 
     def __init__(self, transport: PeerTransport) -> None:
         self._transport, self._peers = transport, transport.peers
-        self.inbox = [torch.empty_like(value) for value in transport.outbox.vectors]
+        self.inbox = [torch.empty_like(value) for value in transport.outgoing]
         self._number = float(time.time_ns() // 1000)  # of the exchanges that this peer asks for
 
     def ask(self, peer: int, round_number: float, weight: float, agreed: Callable[[], bool]) -> PairResult | None:
@@ -240,10 +252,10 @@ class PairExchange:
         return PairResult(peer, weight, self.inbox, sent + more)
 
     def _swap(self, channel: VectorChannel, peer: int, numbers: Sequence[float], expected: int) -> tuple[float, int]:
-        """Send what lies in the outbox, and fill the inbox; the peer's weight, and the bytes sent."""
+        """Send what lies in ``outgoing``, and fill the inbox; the peer's weight, and the bytes sent."""
         boxes, until = self._transport.boxes, self._peers.deadline_in()
         near = peer in boxes
-        vectors = () if near else self._transport.outbox.vectors
+        vectors = () if near else self._transport.outgoing
         theirs, sent = channel.swap(MessageKind.SWAP, numbers, vectors, lambda _: self.inbox, until)
         if theirs.kind != MessageKind.SWAP or len(theirs.numbers) != expected:
             raise RefusedError("uninvited")
@@ -290,7 +302,7 @@ class PairTransport(PeerTransport):
         threading.Thread(target=self._ask_until_closed, name="hetero-gossip-asker", daemon=True).start()
 
     def offer(self, weight: float, candidates: Sequence[int], round_number: float = ANY) -> None:
-        """Offer what lies in the outbox, until it is exchanged or withdrawn. Returns at once.
+        """Offer what lies in ``outgoing``, until it is exchanged or withdrawn. Returns at once.
 
         Args:
             weight: of this peer.
@@ -483,16 +495,6 @@ def part_of_the_way(theirs: float, own: float) -> float:
     return theirs / (theirs + own) if theirs else 0.0
 
 
-class OwnVectors(NamedTuple):
-    """Vectors that no other process sees.
-
-    Attributes:
-        vectors: where this replica writes what it offers.
-    """
-
-    vectors: list[Tensor]
-
-
 class PairsInColumns:
     """Offers to peers, as :class:`PairTransport` does, in several columns: each column has a peer of its own.
 
@@ -504,19 +506,19 @@ class PairsInColumns:
         layout: cuts them into the parts.
 
     Attributes:
-        outbox: where this rank writes what it offers.
+        outgoing: where this rank writes what it offers.
     """
 
     def __init__(self, columns: Sequence[PairTransport], like: Sequence[Tensor], layout: LayoutInColumns) -> None:
         self._columns, self._layout = columns, layout
         self._found: list[PairResult | None] = []
-        self.outbox = OwnVectors([torch.empty_like(value) for value in like])
+        self.outgoing = [torch.empty_like(value) for value in like]
         self._inbox = [torch.empty_like(value) for value in like]
 
     def offer(self, weight: float, candidates: Sequence[int], round_number: float) -> None:
-        """Offer what lies in the outbox; see :meth:`PairTransport.offer`."""
+        """Offer what lies in ``outgoing``; see :meth:`PairTransport.offer`."""
         for number, column in enumerate(self._columns):
-            for place, part in zip(column.outbox.vectors, self._layout.parts(self.outbox.vectors, number), strict=True):
+            for place, part in zip(column.outgoing, self._layout.parts(self.outgoing, number), strict=True):
                 place.copy_(part)
             column.offer(weight, candidates, round_number)
 
@@ -533,7 +535,7 @@ class PairsInColumns:
 
     def _whole(self, found: Sequence[PairResult | None]) -> PairResult:
         pairs = list(zip(self._columns, found, strict=True))
-        self._layout.put([(own.outbox if swap is None else swap).vectors for own, swap in pairs], self._inbox)
+        self._layout.put([own.outgoing if swap is None else swap.vectors for own, swap in pairs], self._inbox)
         self._found, there = list(found), [swap for swap in found if swap is not None]
         return PairResult(there[0].peer, there[0].weight, self._inbox, sum(swap.sent for swap in there))
 
@@ -615,7 +617,7 @@ class PushTransport(PeerTransport):
         self._number = float(time.time_ns() // 1000)  # of this peer's pushes
 
     def push(self, peer: int, round_number: int, weight: float) -> int | None:
-        """Give a peer what lies in the outbox; blocks.
+        """Give a peer what lies in ``outgoing``; blocks.
 
         Args:
             peer: the one to give it to.
@@ -625,17 +627,18 @@ class PushTransport(PeerTransport):
         Returns:
             The bytes sent over the network; ``None``: the vectors have not gone.
         """
-        sent, began = None, time.monotonic()
-        if peer in self.peers.liveness:
-            try:
-                sent = self._push(peer, round_number, weight)
-            except (OSError, RefusedError) as error:
-                self.peers.failed(peer, began, error)
-        return sent
+        if peer not in self.peers.liveness:
+            return None
+        began = time.monotonic()
+        try:
+            return self._push(peer, round_number, weight)
+        except (OSError, RefusedError) as error:
+            self.peers.failed(peer, began, error)
+            return None
 
     def _push(self, peer: int, round_number: int, weight: float) -> int | None:
         channel = self.peers.channel(peer)
-        vectors = self.outbox.vectors if weight and peer not in self.boxes else ()
+        vectors = self.outgoing if weight and peer not in self.boxes else ()
         self._number += 1
         sent = channel.send(MessageKind.PUSH, (round_number, weight, self._number), vectors, self.peers.deadline_in())
         answer = channel.receive(refuse_vectors, self.peers.deadline_in()).kind
@@ -738,4 +741,4 @@ class PushTransport(PeerTransport):
 
     def _memory(self) -> list[Tensor]:
         with self._changed:
-            return self._free.pop() if self._free else [torch.empty_like(v) for v in self.outbox.vectors]
+            return self._free.pop() if self._free else [torch.empty_like(v) for v in self.outgoing]

@@ -77,8 +77,8 @@ class PeerClient(Generic[T]):
         self.links, self.met, self.missed, self.distance = links, met, missed, 0.0
         self._origin, self._narrow, self._deadline = origin, DTYPES[wire], deadline
         self.transport: T | None = transport
-        # The leader, who sends it, lays it out straight in the outbox.
-        self.outgoing: Sequence[Tensor] = _like(origin, wire) if transport is None else transport.outbox.vectors
+        # The leader, who sends it, lays it out straight where it is sent from.
+        self.outgoing: Sequence[Tensor] = _like(origin, wire) if transport is None else transport.outgoing
 
     def lay_out(self, values: Sequence[Tensor], origins: float = 1.0, divisor: int = 1) -> None:
         """Write values where they are sent from, in the format of the wire.

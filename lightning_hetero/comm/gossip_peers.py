@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from lightning_hetero.comm.shared_memory import MappedVectors
 from lightning_hetero.comm.threads import abort_too, close_at_exit
 from lightning_hetero.comm.transport import (
     HostPort,
@@ -23,7 +22,6 @@ from lightning_hetero.comm.transport import (
     connect,
     refuse_vectors,
 )
-from lightning_hetero.errors import DisagreementError
 
 
 class MessageKind(IntEnum):
@@ -406,21 +404,3 @@ class PeerConnections:
         self._listener.close()
         for channel in channels:
             channel.close()
-
-
-def others_boxes(own: MappedVectors, paths: Mapping[int, str]) -> dict[int, MappedVectors]:
-    """The outboxes of other peers of this host.
-
-    Raises:
-        DisagreementError: one cannot be opened, or holds another model.
-    """
-    boxes = {}
-    for peer, path in paths.items():
-        try:
-            boxes[peer] = MappedVectors(own.vectors, path)
-        except (OSError, ValueError) as error:
-            raise DisagreementError(
-                f"replica {peer}'s values cannot be read in shared memory: {error}. It has another model, or lives "
-                "elsewhere under the same host name: give hosts, or containers, names of their own."
-            ) from error
-    return boxes

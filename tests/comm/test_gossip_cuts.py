@@ -76,7 +76,7 @@ def _hasty(self: PairExchange, peer: int, turn: float, weight: float, agreed: Ca
     channel.send(MessageKind.ASK, numbers, (), peers.deadline_in())
     assert channel.receive(refuse_vectors, peers.deadline_in()).kind == MessageKind.YES
     assert agreed()
-    channel.send(MessageKind.SWAP, numbers, self._transport.outbox.vectors, peers.deadline_in())
+    channel.send(MessageKind.SWAP, numbers, self._transport.outgoing, peers.deadline_in())
     answer = channel.receive(lambda _: self.inbox, peers.deadline_in())
     channel.send(MessageKind.COMMIT, (), (), peers.deadline_in())
     return PairResult(peer, answer.numbers[1], self.inbox, 0)
