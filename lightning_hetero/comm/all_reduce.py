@@ -399,8 +399,7 @@ class ReplicaLinks:
         self._groups, self._replicas = groups, replicas
         self.index, self.count = group_of(rank, replicas), len(replicas)
         self._rank, self._ranks = rank, (rank,) if columns else replicas[self.index]
-        self._columns, self._cut = columns, cut
-        self._peers = columns[0] if columns else [ranks[0] for ranks in replicas]  # those that speak for replicas
+        self._columns, self._cut = list(map(tuple, columns)), cut
         self.is_leader = rank == self._ranks[0]
         self.members = 1 if columns else max(len(ranks) for ranks in replicas)
         self.traffic = Traffic()
@@ -413,7 +412,11 @@ class ReplicaLinks:
     @property
     def columns(self) -> list[tuple[int, ...]]:
         """The ranks, one of each replica, with which this one exchanges vectors, or parts of them; if it does."""
-        return list(map(tuple, self._columns)) or [tuple(self._peers)][: self.is_leader]
+        return self._columns or [self._leaders][: self.is_leader]
+
+    @property
+    def _leaders(self) -> tuple[int, ...]:
+        return tuple(ranks[0] for ranks in self._replicas)
 
     @property
     def in_columns(self) -> LayoutInColumns | None:
@@ -441,7 +444,7 @@ class ReplicaLinks:
         Args:
             values: of this rank, one for each of its columns; one where it has no shard.
         """
-        columns = [tuple(ranks) for ranks in self._columns or [self._peers]]
+        columns = self._columns or [self._leaders]
         everyone = self.gather(dict(zip(columns, values, strict=True)))
         return [[everyone[rank][ranks] for rank in ranks] for ranks in columns]
 

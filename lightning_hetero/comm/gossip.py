@@ -199,7 +199,6 @@ class PairExchange:
     def __init__(self, transport: PeerTransport) -> None:
         self._transport, self._peers = transport, transport.peers
         self.inbox = [torch.empty_like(value) for value in transport.outgoing]
-        self._number = float(time.time_ns() // 1000)  # of the exchanges that this peer asks for
 
     def ask(self, peer: int, round_number: float, weight: float, agreed: Callable[[], bool]) -> PairResult | None:
         """Ask a peer for an exchange, and exchange.
@@ -218,8 +217,8 @@ class PairExchange:
             OSError: the exchange broke off, or was too late. It does not count.
             RefusedError: a message came that must not be believed. The exchange does not count.
         """
-        self._number += 1
-        channel, numbers = self._peers.channel(peer), (round_number, weight, self._number)
+        channel, number = self._peers.channel(peer), next(self._peers.numbers)
+        numbers = round_number, weight, number
         sent = channel.send(MessageKind.ASK, numbers, (), self._peers.deadline_in())
         reply = channel.receive(refuse_vectors, self._peers.deadline_in())
         if reply.kind != MessageKind.YES:
@@ -229,7 +228,7 @@ class PairExchange:
         if not agreed():
             raise RefusedError("uninvited")
         weight, more = self._swap(channel, peer, numbers, 2)
-        sent += more + self._peers.commit(channel, peer, self._number)
+        sent += more + self._peers.commit(channel, peer, number)
         self._peers.liveness.met(peer)
         return PairResult(peer, weight, self.inbox, sent)
 
@@ -614,7 +613,6 @@ class PushTransport(PeerTransport):
         self._free: list[list[Tensor]] = []
         self._latest: dict[int, int] = {}  # of each peer, the latest round from which something has come
         self._missed: dict[int, int] = {}  # and the latest in which nothing had
-        self._number = float(time.time_ns() // 1000)  # of this peer's pushes
 
     def push(self, peer: int, round_number: int, weight: float) -> int | None:
         """Give a peer what lies in ``outgoing``; blocks.
@@ -637,16 +635,15 @@ class PushTransport(PeerTransport):
             return None
 
     def _push(self, peer: int, round_number: int, weight: float) -> int | None:
-        channel = self.peers.channel(peer)
+        channel, number = self.peers.channel(peer), next(self.peers.numbers)
         vectors = self.outgoing if weight and peer not in self.boxes else ()
-        self._number += 1
-        sent = channel.send(MessageKind.PUSH, (round_number, weight, self._number), vectors, self.peers.deadline_in())
+        sent = channel.send(MessageKind.PUSH, (round_number, weight, number), vectors, self.peers.deadline_in())
         answer = channel.receive(refuse_vectors, self.peers.deadline_in()).kind
         if answer == MessageKind.NO:
             return None
         if answer != MessageKind.YES:
             raise RefusedError("uninvited")
-        sent += self.peers.commit(channel, peer, self._number)
+        sent += self.peers.commit(channel, peer, number)
         self.peers.liveness.met(peer)
         return sent
 

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from enum import IntEnum
+from itertools import count
 from typing import NamedTuple
 
 from torch import Tensor
@@ -196,6 +197,7 @@ class PeerConnections:
         liveness: which peers can be reached.
         refused: number of messages that were refused, by reason.
         ledger: exchanges that have counted here.
+        numbers: of the exchanges that this peer asks for.
     """
 
     def __init__(
@@ -208,7 +210,7 @@ class PeerConnections:
         changed: Callable[[], None] = lambda: None,
     ) -> None:
         self.me, self.session, self.refused = me, session, Counter[str]()
-        self.ledger = ExchangeLedger()
+        self.ledger, self.numbers = ExchangeLedger(), count(float(time.time_ns() // 1000))
         self._attend, self._into = attend, into
         self.liveness = PeerLiveness(lambda peer: self._connect(peer).close(), session.deadline, changed)
         self._addresses: dict[int, HostPort] = {}
