@@ -22,7 +22,7 @@ from lightning_hetero.comm.gossip_peers import (
 )
 from lightning_hetero.comm.shared_memory import MappedVectors
 from lightning_hetero.comm.threads import close_at_exit
-from lightning_hetero.comm.transport import RefusedError, VectorChannel, VectorMessage, refuse_vectors
+from lightning_hetero.comm.transport import RefusedError, VectorChannel, VectorMessage
 from lightning_hetero.errors import CommunicationError, DisagreementError
 
 ANY = -1.0  # round of an offer that any peer may take, whatever its own round
@@ -132,7 +132,7 @@ class PeerTransport(ABC):
 
     def _place(self, kind: int) -> Sequence[Tensor]:
         """The vectors to fill, for a first message that comes with vectors."""
-        return refuse_vectors(kind)
+        raise RefusedError("uninvited")
 
     def _wake(self) -> None:
         with self._changed:
@@ -219,8 +219,8 @@ class PairExchange:
         """
         channel, number = self._peers.channel(peer), next(self._peers.numbers)
         numbers = round_number, weight, number
-        sent = channel.send(MessageKind.ASK, numbers, (), self._peers.deadline_in())
-        reply = channel.receive(refuse_vectors, self._peers.deadline_in())
+        sent = channel.send(MessageKind.ASK, numbers)
+        reply = channel.receive()
         if reply.kind != MessageKind.YES:
             if reply.numbers and round_number != ANY and reply.numbers[0] > round_number:
                 raise PeerMovedOnError
@@ -245,7 +245,7 @@ class PairExchange:
             OSError: the exchange broke off, or was too late. It does not count.
             RefusedError: a message came that must not be believed. The exchange does not count.
         """
-        sent = channel.send(MessageKind.YES, (), (), self._peers.deadline_in())
+        sent = channel.send(MessageKind.YES)
         weight, more = self._swap(channel, peer, offer, 3)
         self._peers.await_commit(channel, peer, number)
         return PairResult(peer, weight, self.inbox, sent + more)
@@ -255,7 +255,7 @@ class PairExchange:
         boxes, until = self._transport.boxes, self._peers.deadline_in()
         near = peer in boxes
         vectors = () if near else self._transport.outgoing
-        theirs, sent = channel.swap(MessageKind.SWAP, numbers, vectors, lambda _: self.inbox, until)
+        theirs, sent = channel.swap(MessageKind.SWAP, numbers, vectors, lambda _: self.inbox)
         if theirs.kind != MessageKind.SWAP or len(theirs.numbers) != expected:
             raise RefusedError("uninvited")
         if near:
@@ -440,7 +440,7 @@ class PairTransport(PeerTransport):
         if ask.kind != MessageKind.ASK or len(ask.numbers) != 3:
             raise RefusedError("uninvited")
         if not self._engage(channel.peer, ask.numbers[0]):
-            channel.send(MessageKind.NO, (self._selector.round_number,), (), self.peers.deadline_in())
+            channel.send(MessageKind.NO, (self._selector.round_number,))
             return
         swap = None
         try:
@@ -451,7 +451,7 @@ class PairTransport(PeerTransport):
                 self._end(swap)
                 if swap is None:
                     self.misses[channel.peer] += 1
-        channel.send(MessageKind.DONE, (), (), self.peers.deadline_in())
+        channel.send(MessageKind.DONE)
 
     def _engage(self, peer: int, asked_for: float) -> bool:
         """Whether this peer exchanges with one that asks for a round."""
@@ -637,8 +637,8 @@ class PushTransport(PeerTransport):
     def _push(self, peer: int, round_number: int, weight: float) -> int | None:
         channel, number = self.peers.channel(peer), next(self.peers.numbers)
         vectors = self.outgoing if weight and peer not in self.boxes else ()
-        sent = channel.send(MessageKind.PUSH, (round_number, weight, number), vectors, self.peers.deadline_in())
-        answer = channel.receive(refuse_vectors, self.peers.deadline_in()).kind
+        sent = channel.send(MessageKind.PUSH, (round_number, weight, number), vectors)
+        answer = channel.receive().kind
         if answer == MessageKind.NO:
             return None
         if answer != MessageKind.YES:
@@ -719,14 +719,14 @@ class PushTransport(PeerTransport):
         self.peers.liveness.heard(channel.peer)
         if self._full(channel.peer):
             self.recycle([came])
-            channel.send(MessageKind.NO, (), (), self.peers.deadline_in())
+            channel.send(MessageKind.NO)
             return
-        channel.send(MessageKind.YES, (), (), self.peers.deadline_in())
+        channel.send(MessageKind.YES)
         self.peers.await_commit(channel, channel.peer, number)
         with self._changed:
             self._arrive(came)
             self._changed.notify_all()
-        channel.send(MessageKind.DONE, (), (), self.peers.deadline_in())
+        channel.send(MessageKind.DONE)
 
     def _full(self, peer: int) -> bool:
         with self._changed:
@@ -734,7 +734,9 @@ class PushTransport(PeerTransport):
 
     @override
     def _place(self, kind: int) -> Sequence[Tensor]:
-        return self._memory() if kind == MessageKind.PUSH else refuse_vectors(kind)
+        if kind != MessageKind.PUSH:
+            raise RefusedError("uninvited")
+        return self._memory()
 
     def _memory(self) -> list[Tensor]:
         with self._changed:

@@ -21,7 +21,6 @@ from lightning_hetero.comm.transport import (
     VectorChannel,
     VectorMessage,
     connect,
-    refuse_vectors,
 )
 
 
@@ -206,8 +205,8 @@ class PeerConnections:
         session: Session,
         interface: str,
         attend: Callable[[VectorChannel, VectorMessage], None],
-        into: Callable[[int], Sequence[Tensor]] = refuse_vectors,
-        changed: Callable[[], None] = lambda: None,
+        into: Callable[[int], Sequence[Tensor]],
+        changed: Callable[[], None],
     ) -> None:
         self.me, self.session, self.refused = me, session, Counter[str]()
         self.ledger, self.numbers = ExchangeLedger(), count(float(time.time_ns() // 1000))
@@ -260,7 +259,7 @@ class PeerConnections:
         except ConnectionRefusedError:  # the process has ended
             self.liveness.ended(peer)
             raise
-        channel = VectorChannel(connection, self.session.token, peer)
+        channel = VectorChannel(connection, self.session.token, peer, self.session.deadline)
         try:
             with self._known(channel):
                 channel.begin(False, deadline)
@@ -316,8 +315,8 @@ class PeerConnections:
         """
         sent, done = 0, False
         with suppress(OSError, RefusedError):
-            sent = channel.send(MessageKind.COMMIT, (), (), self.deadline_in())
-            done = channel.receive(refuse_vectors, self.deadline_in(2)).kind == MessageKind.DONE
+            sent = channel.send(MessageKind.COMMIT)
+            done = channel.receive(times=2).kind == MessageKind.DONE
         if not done and not self.counted(peer, number):
             raise TimeoutError("too late")
         return sent
@@ -330,7 +329,7 @@ class PeerConnections:
             RefusedError: another message came.
         """
         until = self.deadline_in()
-        if channel.receive(refuse_vectors, until).kind != MessageKind.COMMIT:
+        if channel.receive().kind != MessageKind.COMMIT:
             raise RefusedError("uninvited")
         if time.monotonic() > until or not self.ledger.count(peer, number):
             raise TimeoutError("too late")  # perhaps this process was frozen
@@ -342,8 +341,8 @@ class PeerConnections:
             self.drop(peer)
             try:
                 channel = self.channel(peer)
-                channel.send(MessageKind.COUNTED, (number,), (), self.deadline_in())
-                return channel.receive(refuse_vectors, self.deadline_in()).kind == MessageKind.YES
+                channel.send(MessageKind.COUNTED, (number,))
+                return channel.receive().kind == MessageKind.YES
             except ConnectionRefusedError:
                 return False  # it has ended
             except (OSError, RefusedError):
@@ -367,7 +366,7 @@ class PeerConnections:
     def _listen(self) -> None:
         while not self._closed:
             for connection, peer in self._listener.accept(_LOOK):
-                channel = VectorChannel(connection, self.session.token, peer)
+                channel = VectorChannel(connection, self.session.token, peer, self.session.deadline)
                 threading.Thread(target=self._welcome, args=(channel,), name="hetero-gossip", daemon=True).start()
         self._listener.end()
 
@@ -387,13 +386,13 @@ class PeerConnections:
 
     def _converse(self, channel: VectorChannel) -> None:
         """Handle what a peer begins, until it closes the connection."""
-        first: float | None = self.deadline_in()
+        times: float | None = 1.0
         while not self._closed:
-            message = channel.receive(self._into, first)
-            first = None  # a known peer may be silent between two exchanges
+            message = channel.receive(self._into, times)
+            times = None  # a known peer may be silent between two exchanges
             if message.kind == MessageKind.COUNTED and len(message.numbers) == 1:
                 counted = self.ledger.settle(channel.peer, message.numbers[0])
-                channel.send(MessageKind.YES if counted else MessageKind.NO, (), (), self.deadline_in())
+                channel.send(MessageKind.YES if counted else MessageKind.NO)
             else:
                 self._attend(channel, message)
 

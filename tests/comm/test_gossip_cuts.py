@@ -10,7 +10,6 @@ from gossip_team import Judge, Proxy, meet, team, total
 
 from lightning_hetero.comm.gossip import ANY, PairExchange, PairResult
 from lightning_hetero.comm.gossip_peers import MessageKind
-from lightning_hetero.comm.transport import refuse_vectors
 
 LIMIT = 0.5
 MESSAGES = ["ASK", "YES", "SWAP", "BACK", "COMMIT", "DONE"]
@@ -72,13 +71,13 @@ def test_the_connection_breaks(name: str) -> None:
 
 def _hasty(self: PairExchange, peer: int, turn: float, weight: float, agreed: Callable[[], bool]) -> PairResult:
     """Ask for an exchange, and count it at COMMIT, which is too early."""
-    channel, numbers, peers = self._peers.channel(peer), (turn, weight, 1.0), self._peers
-    channel.send(MessageKind.ASK, numbers, (), peers.deadline_in())
-    assert channel.receive(refuse_vectors, peers.deadline_in()).kind == MessageKind.YES
+    channel, numbers = self._peers.channel(peer), (turn, weight, 1.0)
+    channel.send(MessageKind.ASK, numbers)
+    assert channel.receive().kind == MessageKind.YES
     assert agreed()
-    channel.send(MessageKind.SWAP, numbers, self._transport.outgoing, peers.deadline_in())
-    answer = channel.receive(lambda _: self.inbox, peers.deadline_in())
-    channel.send(MessageKind.COMMIT, (), (), peers.deadline_in())
+    channel.send(MessageKind.SWAP, numbers, self._transport.outgoing)
+    answer = channel.receive(lambda _: self.inbox)
+    channel.send(MessageKind.COMMIT)
     return PairResult(peer, answer.numbers[1], self.inbox, 0)
 
 

@@ -130,11 +130,11 @@ def test_what_is_not_invited() -> None:
         one.offer([])
         for kind in set(MessageKind) - {MessageKind.ASK}:
             connection = call(one.pairing.peers)
-            channel = VectorChannel(connection, TOKEN, 0)
+            channel = VectorChannel(connection, TOKEN, 0, 5.0)
             channel.begin(False, time.monotonic() + 5)
-            channel.send(kind, (ANY, 1.0), (), time.monotonic() + 1)
+            channel.send(kind, (ANY, 1.0))
             with pytest.raises(OSError, match=r"closed|reset"):
-                channel.receive(lambda _: (), time.monotonic() + 5)
+                channel.receive(lambda _: ())
             channel.close()
         assert one.pairing.peers.refused == {"uninvited": len(MessageKind) - 1}
         assert not one.take(0)
