@@ -693,10 +693,9 @@ class DeviceAllReduce:
         """
         if self._is_faster is None:
             message = pinned(LAST, torch.float32).zero_()
+            self.sum(message)  # opens the connections
             routes = partial(dist.all_reduce, message, group=hosts), partial(self.sum, message)
-            seconds = torch.tensor([min(_timed(route, hosts) for _ in range(TRIES)) for route in routes])
-            dist.all_reduce(seconds, op=dist.ReduceOp.MAX, group=hosts)
-            on_hosts, on_devices = seconds.tolist()
+            on_hosts, on_devices = (_quickest(route, hosts, message.device) for route in routes)
             self._is_faster = on_devices < on_hosts
             rank_zero_info(
                 f"Replicas exchange {'over NCCL' if self._is_faster else 'over gloo'}: 4 MiB take "
@@ -723,13 +722,6 @@ class DeviceAllReduce:
         if (done := self._stage.ready()) is not None:
             done.synchronize()
         return own
-
-
-def _timed(route: Callable[[], object], group: dist.ProcessGroup) -> float:
-    dist.barrier(group)
-    began = time.perf_counter()
-    route()
-    return time.perf_counter() - began
 
 
 def _on_cpu(own: Contribution) -> Contribution:
@@ -795,10 +787,10 @@ def measure_all_reduce(group: dist.ProcessGroup | None, device: torch.device) ->
     """
     with deadline("measure how fast gradients travel"):
         _agreed(0.0, group, device)  # opens the connections
-        latency = _quickest(1, group, device)
+        latency = _quickest(_message(1, group, device), group, device)
         elements = FIRST
         while True:
-            seconds = _quickest(elements, group, device)
+            seconds = _quickest(_message(elements, group, device), group, device)
             if seconds - latency >= LONG or elements >= LAST:
                 return AllReduceTime(latency, max(seconds - latency, 0.0) / (4 * elements))
             elements *= 4
@@ -816,22 +808,28 @@ def all_agree(yes: bool, group: dist.ProcessGroup | None, device: torch.device) 
         return _agreed(float(not yes), group, device) == 0
 
 
-def _quickest(elements: int, group: dist.ProcessGroup | None, device: torch.device) -> float:
+def _message(elements: int, group: dist.ProcessGroup | None, device: torch.device) -> Callable[[], object]:
+    """Sends a message of some elements, and waits for it."""
+    message = torch.zeros(elements, device=device)
+
+    def send() -> None:
+        dist.all_reduce(message, group=group)
+        message[0].item()  # waits for the device
+
+    return send
+
+
+def _quickest(send: Callable[[], object], group: dist.ProcessGroup | None, device: torch.device) -> float:
+    """The fewest seconds that something has taken on the slowest rank; the same on every rank (collective)."""
     quickest = math.inf
     for _ in range(TRIES):
-        quickest = min(quickest, _seconds(elements, group, device))
+        _agreed(0.0, group, device)  # so that all begin together
+        began = time.perf_counter()
+        send()
+        quickest = min(quickest, _agreed(time.perf_counter() - began, group, device))
         if quickest >= SLOW:
             break
     return quickest
-
-
-def _seconds(elements: int, group: dist.ProcessGroup | None, device: torch.device) -> float:
-    message = torch.zeros(elements, device=device)
-    _agreed(0.0, group, device)  # so that all begin together
-    began = time.perf_counter()
-    dist.all_reduce(message, group=group)
-    message[0].item()  # waits for the device
-    return _agreed(time.perf_counter() - began, group, device)
 
 
 def _agreed(value: float, group: dist.ProcessGroup | None, device: torch.device) -> float:

@@ -378,12 +378,7 @@ class PushClients(list[PushClient]):
             parts: of all columns.
             out: where to write them, unless there is one column. Default: new memory.
         """
-        if self.cut is None:
-            return list(parts[0])
-        sizes = zip(self.cut.sizes, parts[0], strict=True)
-        vectors = [torch.empty(size, dtype=part.dtype) for size, part in sizes] if out is None else list(out)
-        self.cut.put(parts, vectors)
-        return vectors
+        return list(parts[0]) if self.cut is None else self.cut.put(parts, out)
 
     def waiting(self, remove: bool = False) -> list[list[ReceivedPush]]:
         """Of each column the pushes that have come, once nothing is on its way any more (collective over all ranks).

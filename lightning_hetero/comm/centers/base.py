@@ -258,11 +258,7 @@ class CenterInColumns(Center):
         self, seen: Sequence[tuple[list[Tensor], list[int]]], out: Sequence[Tensor] | None = None
     ) -> tuple[list[Tensor], list[int]]:
         parts, counts = zip(*seen, strict=True)
-        values = (
-            [new.new_empty(n) for n, new in zip(self._cut.sizes, parts[0], strict=True)] if out is None else list(out)
-        )
-        self._cut.put(parts, values)
-        return values, counts[0]
+        return self._cut.put(parts, out), counts[0]
 
     @override
     def write(self, values: Sequence[Tensor], counts: Sequence[int]) -> None:

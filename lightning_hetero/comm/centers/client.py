@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Literal
 
 import torch
@@ -18,7 +17,7 @@ from lightning_hetero.comm.failures import deadline
 from lightning_hetero.comm.groups import Groups
 from lightning_hetero.comm.retry import collective
 from lightning_hetero.comm.threads import Background
-from lightning_hetero.comm.topology import Topology, group_of
+from lightning_hetero.comm.topology import Topology
 from lightning_hetero.errors import UnsupportedError
 
 Home = Literal["auto", "shared_memory", "thread", "mpi"]
@@ -81,18 +80,6 @@ def open_center(
     if home == "shared_memory":
         return SharedCenter(layout, locked, options.parts)
     return ThreadCenter(layout, groups, interface, in_turn, wire, options.parts)
-
-
-def layout_of(rank: int, replicas: tuple[tuple[int, ...], ...], world: int, timeout: timedelta) -> CenterLayout:
-    """The ranks that use a center: the first rank of each replica.
-
-    Args:
-        rank: this process.
-        replicas: the ranks of each replica.
-        world: number of ranks.
-        timeout: longest wait for the center.
-    """
-    return CenterLayout(rank, world, tuple(ranks[0] for ranks in replicas), group_of(rank, replicas), timeout)
 
 
 class CenterClient:

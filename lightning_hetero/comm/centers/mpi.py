@@ -3,7 +3,7 @@
 import math
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
@@ -79,18 +79,14 @@ class MPICenter(Center):
         from mpi4py import MPI
 
         assert self._window is not None
-        for first in range(0, out.numel(), _PART):
-            part = out[first : first + _PART].numpy()
-            place = start + first * part.itemsize, part.size, _type(part)
+        for part, place in _pieces(out, start):
             self._wait(self._window.Rget_accumulate(part, part, self.layout.host, place, MPI.NO_OP))
 
     def _add(self, values: Tensor, start: int) -> None:
         from mpi4py import MPI
 
         assert self._window is not None
-        for first in range(0, values.numel(), _PART):
-            part = values[first : first + _PART].numpy()
-            place = start + first * part.itemsize, part.size, _type(part)
+        for part, place in _pieces(values, start):
             self._wait(self._window.Raccumulate(part, self.layout.host, place, MPI.SUM))
 
     def _wait(self, request: "MPI.Request") -> None:
@@ -140,10 +136,13 @@ class MPICenter(Center):
         self._stop.set()
 
 
-def _type(array: Any) -> "MPI.Datatype":
+def _pieces(values: Tensor, start: int) -> Iterator[tuple[Any, tuple[int, int, "MPI.Datatype"]]]:
+    """Pieces of values as arrays, and where they lie in the window, in which the values begin at a byte."""
     from mpi4py import MPI
 
-    return {4: MPI.FLOAT, 8: MPI.DOUBLE}[array.itemsize]
+    for first in range(0, values.numel(), _PART):
+        part = values[first : first + _PART].numpy()
+        yield part, (start + first * part.itemsize, part.size, {4: MPI.FLOAT, 8: MPI.DOUBLE}[part.itemsize])
 
 
 def mpi_missing(world: int) -> HeteroError | None:
