@@ -29,8 +29,8 @@ from lightning_hetero.comm.compression import (
 from lightning_hetero.comm.failures import deadline
 from lightning_hetero.comm.groups import Groups
 from lightning_hetero.comm.object_collectives import finite
-from lightning_hetero.comm.staging import PIECE, HostStage, no_wait, pinned
-from lightning_hetero.comm.threads import Background, BufferPool
+from lightning_hetero.comm.staging import PIECE, BufferPool, HostStage, no_wait, pinned
+from lightning_hetero.comm.threads import Background
 from lightning_hetero.comm.topology import group_of
 from lightning_hetero.errors import HeteroError, NotFiniteError
 

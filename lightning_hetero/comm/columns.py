@@ -94,13 +94,12 @@ class LayoutInColumns:
             parts: of each column, as :meth:`parts` gives them.
             out: where to write the vectors. Default: new memory.
         """
-        vectors = (
-            [part.new_empty(size) for size, part in zip(self.sizes, parts[0], strict=True)] if out is None else out
-        )
+        if out is None:
+            out = [part.new_empty(size) for size, part in zip(self.sizes, parts[0], strict=True)]
         for column in reversed(range(len(parts))):
-            for i, (part, vector) in enumerate(zip(parts[column], vectors, strict=True)):
+            for i, (part, vector) in enumerate(zip(parts[column], out, strict=True)):
                 spread(part, vector, self.segments(i), column)
-        return list(vectors)
+        return list(out)
 
     def pieces(self, state: Any, column: int, name: str | None = None) -> Any:
         """State, with what a column exchanges in the place of its tensors.

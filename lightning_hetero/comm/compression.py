@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_hetero.comm.threads import BufferPool
+from lightning_hetero.comm.staging import BufferPool
 from lightning_hetero.errors import ConfigurationError, not_none
 
 #: Values that are worked on at a time: 1 MiB, which stays in a core's cache. With fewer, calls cost more than the work.

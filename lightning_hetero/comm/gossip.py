@@ -629,21 +629,18 @@ class PushTransport(PeerTransport):
             return None
         began = time.monotonic()
         try:
-            return self._push(peer, round_number, weight)
+            channel, number = self.peers.channel(peer), next(self.peers.numbers)
+            vectors = self.outgoing if weight and peer not in self.boxes else ()
+            sent = channel.send(MessageKind.PUSH, (round_number, weight, number), vectors)
+            answer = channel.receive().kind
+            if answer == MessageKind.NO:
+                return None
+            if answer != MessageKind.YES:
+                raise RefusedError("uninvited")
+            sent += self.peers.commit(channel, peer, number)
         except (OSError, RefusedError) as error:
             self.peers.failed(peer, began, error)
             return None
-
-    def _push(self, peer: int, round_number: int, weight: float) -> int | None:
-        channel, number = self.peers.channel(peer), next(self.peers.numbers)
-        vectors = self.outgoing if weight and peer not in self.boxes else ()
-        sent = channel.send(MessageKind.PUSH, (round_number, weight, number), vectors)
-        answer = channel.receive().kind
-        if answer == MessageKind.NO:
-            return None
-        if answer != MessageKind.YES:
-            raise RefusedError("uninvited")
-        sent += self.peers.commit(channel, peer, number)
         self.peers.liveness.met(peer)
         return sent
 

@@ -23,8 +23,8 @@ from lightning_hetero.comm.compression import (
     encoding_of,
     low_bit_encoding,
 )
-from lightning_hetero.comm.staging import pinned, stage_of
-from lightning_hetero.comm.threads import Background, BufferPool
+from lightning_hetero.comm.staging import BufferPool, pinned, stage_of
+from lightning_hetero.comm.threads import Background
 from lightning_hetero.errors import ConfigurationError, UnsupportedError
 
 POWER_SGD = "powersgd"

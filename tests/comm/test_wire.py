@@ -13,7 +13,7 @@ from ranks import run
 from lightning_hetero.comm.all_reduce import Contribution, ReplicaLinks
 from lightning_hetero.comm.compression import DTYPES, sum_over
 from lightning_hetero.comm.groups import Groups
-from lightning_hetero.comm.threads import BufferPool
+from lightning_hetero.comm.staging import BufferPool
 from lightning_hetero.errors import NotFiniteError
 
 LIMIT = timedelta(seconds=20)
