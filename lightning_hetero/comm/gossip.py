@@ -3,9 +3,8 @@
 import random
 import threading
 import time
-from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from enum import Enum
 from typing import Any, NamedTuple
 
@@ -17,13 +16,10 @@ from lightning_hetero.comm.columns import LayoutInColumns
 from lightning_hetero.comm.gossip_peers import (
     EXCHANGE,
     MessageKind,
-    PeerConnections,
-    Session,
+    PeerTransport,
 )
-from lightning_hetero.comm.shared_memory import MappedVectors
-from lightning_hetero.comm.threads import close_at_exit
 from lightning_hetero.comm.transport import RefusedError, VectorChannel, VectorMessage
-from lightning_hetero.errors import CommunicationError, DisagreementError
+from lightning_hetero.errors import CommunicationError
 
 ANY = -1.0  # round of an offer that any peer may take, whatever its own round
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.002, 0.1  # seconds between two questions
@@ -103,65 +99,6 @@ class PeerSelector:
         return [peer for peer in self.candidates if self._wanted.get(peer) == self.round_number]
 
 
-class PeerTransport(ABC):
-    """Base of the transports: a peer's connections to others, and what it offers or sends.
-
-    Args:
-        me: this peer.
-        session: what all peers share.
-        interface: address to listen on.
-        like: vectors of the sizes and dtypes to come, on the CPU.
-
-    Attributes:
-        outbox: memory that the other peers of this host see.
-        outgoing: the vectors in it, where this peer writes what it offers or sends.
-        boxes: the same of the other peers of this host.
-        peers: the connections to others.
-    """
-
-    def __init__(self, me: int, session: Session, interface: str, like: Sequence[Tensor]) -> None:
-        self.me, self.outbox = me, MappedVectors(like)
-        self.outgoing = self.outbox.vectors
-        self.boxes: dict[int, MappedVectors] = {}
-        self._changed = threading.Condition()  # guards what belongs to subclasses
-        self.peers = PeerConnections(me, session, interface, self._attend, self._place, self._wake)
-
-    @abstractmethod
-    def _attend(self, channel: VectorChannel, message: VectorMessage) -> None:
-        """Handle an exchange from its first message on; in a thread of the connection."""
-
-    def _place(self, kind: int) -> Sequence[Tensor]:
-        """The vectors to fill, for a first message that comes with vectors."""
-        raise RefusedError("uninvited")
-
-    def _wake(self) -> None:
-        with self._changed:
-            self._changed.notify_all()
-
-    def set_outboxes(self, paths: Mapping[int, str]) -> None:
-        """Learn where the peers of this host write their values.
-
-        Raises:
-            DisagreementError: one cannot be opened, or holds another model.
-        """
-        for peer, path in paths.items():
-            try:
-                self.boxes[peer] = MappedVectors(self.outgoing, path)
-            except (OSError, ValueError) as error:
-                raise DisagreementError(
-                    f"replica {peer}'s values cannot be read in shared memory: {error}. It has another model, or lives "
-                    "elsewhere under the same host name: give hosts, or containers, names of their own."
-                ) from error
-
-    def lose(self, peer: int) -> None:
-        """Go on without a peer."""
-        self.peers.lose(peer)
-
-    def close(self) -> None:
-        """Close all connections; idempotent."""
-        self.peers.close()
-
-
 class PairResult(NamedTuple):
     """Result of an exchange with a peer.
 
@@ -197,7 +134,7 @@ class PairExchange:
     """
 
     def __init__(self, transport: PeerTransport) -> None:
-        self._transport, self._peers = transport, transport.peers
+        self._transport = transport
         self.inbox = [torch.empty_like(value) for value in transport.outgoing]
 
     def ask(self, peer: int, round_number: float, weight: float, agreed: Callable[[], bool]) -> PairResult | None:
@@ -217,7 +154,7 @@ class PairExchange:
             OSError: the exchange broke off, or was too late. It does not count.
             RefusedError: a message came that must not be believed. The exchange does not count.
         """
-        channel, number = self._peers.channel(peer), next(self._peers.numbers)
+        channel, number = self._transport.channel(peer), next(self._transport.numbers)
         numbers = round_number, weight, number
         sent = channel.send(MessageKind.ASK, numbers)
         reply = channel.receive()
@@ -228,8 +165,8 @@ class PairExchange:
         if not agreed():
             raise RefusedError("uninvited")
         weight, more = self._swap(channel, peer, numbers, 2)
-        sent += more + self._peers.commit(channel, peer, number)
-        self._peers.liveness.met(peer)
+        sent += more + self._transport.commit(channel, peer, number)
+        self._transport.liveness.met(peer)
         return PairResult(peer, weight, self.inbox, sent)
 
     def answer(self, channel: VectorChannel, peer: int, number: float, offer: tuple[float, float]) -> PairResult:
@@ -247,12 +184,12 @@ class PairExchange:
         """
         sent = channel.send(MessageKind.YES)
         weight, more = self._swap(channel, peer, offer, 3)
-        self._peers.await_commit(channel, peer, number)
+        self._transport.await_commit(channel, peer, number)
         return PairResult(peer, weight, self.inbox, sent + more)
 
     def _swap(self, channel: VectorChannel, peer: int, numbers: Sequence[float], expected: int) -> tuple[float, int]:
         """Send what lies in ``outgoing``, and fill the inbox; the peer's weight, and the bytes sent."""
-        boxes, until = self._transport.boxes, self._peers.deadline_in()
+        boxes, until = self._transport.boxes, self._transport.deadline_in()
         near = peer in boxes
         vectors = () if near else self._transport.outgoing
         theirs, sent = channel.swap(MessageKind.SWAP, numbers, vectors, lambda _: self.inbox)
@@ -292,12 +229,11 @@ class PairTransport(PeerTransport):
         self._offers = 0  # made so far
         self._failure: BaseException | None = None  # that has ended the thread that asks
         self._waiting = 0  # peers that have asked, and wait for the answer to this peer's own question
-        self._paused = self._closed = False
+        self._paused = False
         self._weight = 1.0
         self._swap: PairResult | None = None
         self._swapping = PairExchange(self)
-        self._selector = PeerSelector(self.me, self.peers.session.deadline, self.peers.liveness)
-        close_at_exit(self)
+        self._selector = PeerSelector(self.me, self.session.deadline, self.liveness)
         threading.Thread(target=self._ask_until_closed, name="hetero-gossip-asker", daemon=True).start()
 
     def offer(self, weight: float, candidates: Sequence[int], round_number: float = ANY) -> None:
@@ -347,7 +283,7 @@ class PairTransport(PeerTransport):
             return self._swap
 
     def _wait_for_exchange(self) -> None:
-        self._changed.wait_for(lambda: self._state is not _State.ENGAGED, EXCHANGE * self.peers.session.deadline)
+        self._changed.wait_for(lambda: self._state is not _State.ENGAGED, EXCHANGE * self.session.deadline)
 
     def take_misses(self) -> list[int]:
         """The peers of exchanges that have failed since the last call; a peer may be there more than once."""
@@ -407,7 +343,7 @@ class PairTransport(PeerTransport):
                 gone_on = True
             except (OSError, RefusedError) as error:
                 missed = True
-                self.peers.failed(peer, began, error)
+                self.failed(peer, began, error)
             with self._changed:
                 if self._asking:  # else it was asked itself meanwhile, and said yes
                     self._asking = False
@@ -458,7 +394,7 @@ class PairTransport(PeerTransport):
         with self._changed:
             own = self._selector.round_number
             if asked_for >= own:  # a peer that lags behind would be waited for without success
-                self.peers.liveness.heard(peer)
+                self.liveness.heard(peer)
             if peer < self.me and self._with != peer and asked_for == own:
                 # It waits while this peer asks another. If all that ask were refused, peers that ask each other in a
                 # circle could do so forever. Only peers with a lower number wait, so they never wait in a circle.
@@ -625,11 +561,11 @@ class PushTransport(PeerTransport):
         Returns:
             The bytes sent over the network; ``None``: the vectors have not gone.
         """
-        if peer not in self.peers.liveness:
+        if peer not in self.liveness:
             return None
         began = time.monotonic()
         try:
-            channel, number = self.peers.channel(peer), next(self.peers.numbers)
+            channel, number = self.channel(peer), next(self.numbers)
             vectors = self.outgoing if weight and peer not in self.boxes else ()
             sent = channel.send(MessageKind.PUSH, (round_number, weight, number), vectors)
             answer = channel.receive().kind
@@ -637,11 +573,11 @@ class PushTransport(PeerTransport):
                 return None
             if answer != MessageKind.YES:
                 raise RefusedError("uninvited")
-            sent += self.peers.commit(channel, peer, number)
+            sent += self.commit(channel, peer, number)
         except (OSError, RefusedError) as error:
-            self.peers.failed(peer, began, error)
+            self.failed(peer, began, error)
             return None
-        self.peers.liveness.met(peer)
+        self.liveness.met(peer)
         return sent
 
     def collect(self, round_number: int, sources: Sequence[int], wait: float) -> list[ReceivedPush]:
@@ -662,13 +598,13 @@ class PushTransport(PeerTransport):
             return [peer for peer in sources if self._latest.get(peer, -1) < round_number]
 
         def awaited() -> list[int]:
-            there = self.peers.liveness
+            there = self.liveness
             return [p for p in missing() if p in there and self._latest.get(p, -1) >= self._missed.get(p, -1)]
 
         with self._changed:
             self._changed.wait_for(lambda: not awaited(), wait)
             self._missed.update(dict.fromkeys(missing(), round_number))
-            later = range(round_number + 1, round_number + self.peers.count + 1)
+            later = range(round_number + 1, round_number + self.count + 1)
             taken = sorted((p for p in self._arrived if p.round_number not in later), key=lambda push: push[:2][::-1])
             self._arrived = [push for push in self._arrived if push.round_number in later]
             return taken
@@ -713,13 +649,13 @@ class PushTransport(PeerTransport):
             for own, value in zip(vectors, self.boxes[channel.peer].vectors, strict=True):
                 own.copy_(value)
         came = ReceivedPush(channel.peer, int(round_number), weight, vectors)
-        self.peers.liveness.heard(channel.peer)
+        self.liveness.heard(channel.peer)
         if self._full(channel.peer):
             self.recycle([came])
             channel.send(MessageKind.NO)
             return
         channel.send(MessageKind.YES)
-        self.peers.await_commit(channel, channel.peer, number)
+        self.await_commit(channel, channel.peer, number)
         with self._changed:
             self._arrive(came)
             self._changed.notify_all()
@@ -727,7 +663,7 @@ class PushTransport(PeerTransport):
 
     def _full(self, peer: int) -> bool:
         with self._changed:
-            return sum(push.peer == peer for push in self._arrived) > self.peers.count
+            return sum(push.peer == peer for push in self._arrived) > self.count
 
     @override
     def _place(self, kind: int) -> Sequence[Tensor]:

@@ -430,12 +430,12 @@ def _connected(kind: type[T], endpoint: Endpoint, links: ReplicaLinks, like: Seq
             parts = like if layout is None else layout.parts(like, number)
             mine[ranks] = kind(links.index, session, endpoint.interface, parts)
             opened.callback(mine[ranks].close)
-        own = {ranks: (one.peers.address, endpoint.host, one.outbox.path) for ranks, one in mine.items()}
+        own = {ranks: (one.address, endpoint.host, one.outbox.path) for ranks, one in mine.items()}
         everyone = links.gather(own)
         problem = _unreachable([(host, address) for cards in everyone for address, host, _ in cards.values()])
         for ranks, one in mine.items() if problem is None else ():
             cards = {peer: everyone[rank][ranks] for peer, rank in enumerate(ranks)}
-            one.peers.know({peer: address for peer, (address, *_) in cards.items()})
+            one.know({peer: address for peer, (address, *_) in cards.items()})
             paths = {peer: path for peer, (_, host, path) in cards.items() if host == endpoint.host}
             del paths[links.index]
             try:

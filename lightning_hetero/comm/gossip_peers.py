@@ -2,17 +2,19 @@
 
 import hashlib
 import hmac
+import itertools
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from enum import IntEnum
-from itertools import count
 from typing import NamedTuple
 
 from torch import Tensor
 
+from lightning_hetero.comm.shared_memory import MappedVectors
 from lightning_hetero.comm.threads import abort_too, close_at_exit
 from lightning_hetero.comm.transport import (
     HostPort,
@@ -22,6 +24,7 @@ from lightning_hetero.comm.transport import (
     VectorMessage,
     connect,
 )
+from lightning_hetero.errors import DisagreementError
 
 
 class MessageKind(IntEnum):
@@ -180,16 +183,14 @@ class Session(NamedTuple):
     deadline: float
 
 
-class PeerConnections:
-    """Listens for connections, and connects to other peers.
+class PeerTransport(ABC):
+    """Base of the transports: a peer's connections to others, for which it listens, and what it offers or sends.
 
     Args:
         me: this peer.
         session: what all peers share.
         interface: address to listen on, of the network between the peers.
-        attend: handles an exchange from its first message on; called in a thread of its own.
-        into: gives the vectors to fill, for a first message that comes with vectors.
-        changed: called when a peer can be reached now, or no longer.
+        like: vectors of the sizes and dtypes to come, on the CPU.
 
     Attributes:
         address: where others reach this peer.
@@ -197,21 +198,18 @@ class PeerConnections:
         refused: number of messages that were refused, by reason.
         ledger: exchanges that have counted here.
         numbers: of the exchanges that this peer asks for.
+        outbox: memory that the other peers of this host see.
+        outgoing: the vectors in it, where this peer writes what it offers or sends.
+        boxes: the same memory of the other peers of this host.
     """
 
-    def __init__(
-        self,
-        me: int,
-        session: Session,
-        interface: str,
-        attend: Callable[[VectorChannel, VectorMessage], None],
-        into: Callable[[int], Sequence[Tensor]],
-        changed: Callable[[], None],
-    ) -> None:
+    def __init__(self, me: int, session: Session, interface: str, like: Sequence[Tensor]) -> None:
         self.me, self.session, self.refused = me, session, Counter[str]()
-        self.ledger, self.numbers = ExchangeLedger(), count(float(time.time_ns() // 1000))
-        self._attend, self._into = attend, into
-        self.liveness = PeerLiveness(lambda peer: self._connect(peer).close(), session.deadline, changed)
+        self.outbox, self.boxes = MappedVectors(like), dict[int, MappedVectors]()
+        self.outgoing = self.outbox.vectors
+        self._changed = threading.Condition()  # guards what belongs to subclasses
+        self.ledger, self.numbers = ExchangeLedger(), itertools.count(float(time.time_ns() // 1000))
+        self.liveness = PeerLiveness(lambda peer: self._connect(peer).close(), session.deadline, self._wake)
         self._addresses: dict[int, HostPort] = {}
         # Of the secret, not the secret itself: the first line of a connection can be read on the way.
         self._greeting = hmac.digest(session.token, b"connect", hashlib.sha256).hex()
@@ -223,6 +221,33 @@ class PeerConnections:
         self._closed = False
         close_at_exit(self)
         threading.Thread(target=self._listen, name="hetero-gossip-listener", daemon=True).start()
+
+    @abstractmethod
+    def _attend(self, channel: VectorChannel, message: VectorMessage) -> None:
+        """Handle an exchange from its first message on; in a thread of the connection."""
+
+    def _place(self, kind: int) -> Sequence[Tensor]:
+        """The vectors to fill, for a first message that comes with vectors."""
+        raise RefusedError("uninvited")
+
+    def _wake(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
+
+    def set_outboxes(self, paths: Mapping[int, str]) -> None:
+        """Learn where the peers of this host write their values.
+
+        Raises:
+            DisagreementError: one cannot be opened, or holds another model.
+        """
+        for peer, path in paths.items():
+            try:
+                self.boxes[peer] = MappedVectors(self.outgoing, path)
+            except (OSError, ValueError) as error:
+                raise DisagreementError(
+                    f"replica {peer}'s values cannot be read in shared memory: {error}. It has another model, or lives "
+                    "elsewhere under the same host name: give hosts, or containers, names of their own."
+                ) from error
 
     def know(self, addresses: Mapping[int, HostPort]) -> None:
         """Learn the addresses of all peers."""
@@ -388,7 +413,7 @@ class PeerConnections:
         """Handle what a peer begins, until it closes the connection."""
         times: float | None = 1.0
         while not self._closed:
-            message = channel.receive(self._into, times)
+            message = channel.receive(self._place, times)
             times = None  # a known peer may be silent between two exchanges
             if message.kind == MessageKind.COUNTED and len(message.numbers) == 1:
                 counted = self.ledger.settle(channel.peer, message.numbers[0])

@@ -59,7 +59,7 @@ def exchange_with_fault(
         # In the first round a peer may not wait for one that was late; then the late one waits in vain, and asks.
         assert not again or any(meet(one, other, turn + 2 + i, 3 * limit) == (True, True) for i in range(8))
         assert torch.equal(total([one, other]), before)
-        return counted, off, one.pairing.peers.refused + other.pairing.peers.refused
+        return counted, off, one.pairing.refused + other.pairing.refused
 
 
 @pytest.mark.parametrize("name", MESSAGES)
@@ -71,7 +71,7 @@ def test_the_connection_breaks(name: str) -> None:
 
 def _hasty(self: PairExchange, peer: int, turn: float, weight: float, agreed: Callable[[], bool]) -> PairResult:
     """Ask for an exchange, and count it at COMMIT, which is too early."""
-    channel, numbers = self._peers.channel(peer), (turn, weight, 1.0)
+    channel, numbers = self._transport.channel(peer), (turn, weight, 1.0)
     channel.send(MessageKind.ASK, numbers)
     assert channel.receive().kind == MessageKind.YES
     assert agreed()
@@ -159,8 +159,8 @@ def test_withdrawing_while_the_longest_exchange_is_on() -> None:
         return message
 
     with team([1, 3], limit=LIMIT) as (one, other):
-        proxy = Proxy(other.pairing.peers.address, slow, lambda drawn: time.sleep(0.8 * LIMIT) or drawn)
-        one.pairing.peers.know({1: proxy.address})
+        proxy = Proxy(other.pairing.address, slow, lambda drawn: time.sleep(0.8 * LIMIT) or drawn)
+        one.pairing.know({1: proxy.address})
         one.x[:] = 8.0
         before = total([one, other])
         one.offer([1])
