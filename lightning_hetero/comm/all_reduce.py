@@ -117,57 +117,52 @@ class Route(NamedTuple):
     columns: tuple[dist.ProcessGroup | None, ...] = ()
 
 
+@dataclass(eq=False)
 class ReplicaAllReduce:
     """Takes one average at a time, over process groups of its own.
 
     In each replica one rank exchanges with the other replicas: its member ``i``, modulo its size.
 
-    Args:
+    Attributes:
         rank: this process.
         replicas: the ranks of each replica.
         groups: makes the process groups.
-        purpose: tells these groups from those of other uses.
         skip: whether replicas that are not finite are left out, instead of raising an error.
-        on_devices: sums over the first ranks of all replicas by way of their devices, where it is faster.
         columns: where each rank has a shard of its replica's values, the ranks with which this one exchanges parts of
             its own, one of each replica. All ranks exchange at once then.
         cut: cuts values into the parts for each column; ``None``: there is one column.
-
-    Attributes:
+        purpose: tells these groups from those of other uses.
+        on_devices: sums over the first ranks of all replicas by way of their devices, where it is faster.
         layout: of each vector of the replica, the values in it, by name.
     """
 
+    rank: int
+    replicas: Sequence[Sequence[int]]
+    groups: Groups
+    skip: bool
+    columns: Sequence[Sequence[int]]
+    cut: Cut | None
+    purpose: str
+    on_devices: "DeviceAllReduce | None" = None
     layout: Layout = ()
+    _pool: BufferPool = field(default_factory=BufferPool, init=False)
+    _encodings: dict[str, Encoding] = field(default_factory=dict, init=False)
 
-    def __init__(
-        self,
-        rank: int,
-        replicas: Sequence[Sequence[int]],
-        groups: Groups,
-        purpose: str,
-        skip: bool,
-        on_devices: "DeviceAllReduce | None" = None,
-        columns: Sequence[Sequence[int]] = (),
-        cut: Cut | None = None,
-    ) -> None:
-        self._columns, self._cut = columns, cut
-        self._rank, self._replicas, self._groups = rank, replicas, groups
-        self._purpose, self._skip, self._on_devices = purpose, skip, on_devices
-        self._index = group_of(rank, replicas)
-        self._pool = BufferPool()
-        self._encodings: dict[str, Encoding] = {}
+    @property
+    def _index(self) -> int:
+        return group_of(self.rank, self.replicas)
 
     def route(self, member: int) -> Route:
         """Make the process groups of one member per replica, unless they are there (collective; not on a thread)."""
-        if self._columns:
-            columns = [self._groups.bulk(f"{self._purpose}, column {list(own)}", own) for own in self._columns]
-            everyone = self._groups.get(f"{self._purpose}, distances", sorted(chain(*self._replicas)))
-            return Route(everyone, None, self._rank, tuple(columns))
-        members = [ranks[member % len(ranks)] for ranks in self._replicas]
+        if self.columns:
+            columns = [self.groups.bulk(f"{self.purpose}, column {list(own)}", own) for own in self.columns]
+            everyone = self.groups.get(f"{self.purpose}, distances", sorted(chain(*self.replicas)))
+            return Route(everyone, None, self.rank, tuple(columns))
+        members = [ranks[member % len(ranks)] for ranks in self.replicas]
         active, across = members[self._index], None
-        if self._rank == active:
-            across = self._groups.bulk(f"{self._purpose}, across replicas, member {member}", members)
-        inner = self._groups.bulk(f"{self._purpose}, within a replica", self._replicas[self._index])
+        if self.rank == active:
+            across = self.groups.bulk(f"{self.purpose}, across replicas, member {member}", members)
+        inner = self.groups.bulk(f"{self.purpose}, within a replica", self.replicas[self._index])
         return Route(across, inner, active)
 
     def average(self, own: Contribution, out: Sequence[Tensor], want: AveragePart, route: Route) -> Average:
@@ -191,13 +186,13 @@ class ReplicaAllReduce:
         table = self._exchange_distances(own, parts[self._index].item(), totals, route)
         squares, payloads = table.unbind(1)
         healthy = squares.isfinite()
-        if not healthy.all() and not (self._skip and (parts[healthy] > 0).any()):
+        if not healthy.all() and not (self.skip and (parts[healthy] > 0).any()):
             raise NotFiniteError([i for i, well in enumerate(healthy.tolist()) if not well])
         counted = parts[healthy].sum().item()
         displacement = (parts[healthy] @ squares[healthy]).item() / counted
         arrived = 0.0
         for i, (value, old, new) in enumerate(zip(own.values, own.reference, out, strict=True)):
-            if self._rank == route.active:
+            if self.rank == route.active:
                 total = totals[i] if healthy[self._index] else totals[i].zero_()
                 totals[i] = self._sum_over_replicas(route, total, own, i)
             self._broadcast(totals[i], route)
@@ -207,7 +202,7 @@ class ReplicaAllReduce:
             away_from = value if want == "away" else None
             arrived += self._arrive(totals[i], origin, new, 1 / counted, away_from)
         if route.columns:  # this rank knows a part of it
-            arrived = _summed(arrived, route.across) / len(self._replicas)
+            arrived = _summed(arrived, route.across) / len(self.replicas)
         variance = displacement - arrived
         mean, difference = ([], list(out)) if want == "difference" else (list(out), [])
         away = list(own.values) if want == "away" else []
@@ -226,8 +221,8 @@ class ReplicaAllReduce:
         Returns:
             A row of each replica: its squared distance from the reference, its payload.
         """
-        table = torch.empty(len(self._replicas), 2, dtype=torch.float64)
-        if self._rank == route.active:
+        table = torch.empty(len(self.replicas), 2, dtype=torch.float64)
+        if self.rank == route.active:
             square = 0.0
             for value, old, total in zip(own.values, own.reference, totals, strict=True):
                 square += self._differ(value, old, total, part)
@@ -235,9 +230,9 @@ class ReplicaAllReduce:
             if route.across is None:
                 table[0] = row
             elif route.columns:  # of each replica the sum over its shards, and the payload of its leader
-                rows = row.new_empty(sum(map(len, self._replicas)), 2)
+                rows = row.new_empty(sum(map(len, self.replicas)), 2)
                 dist.all_gather(list(rows), row, group=route.across)
-                for i, ranks in enumerate(self._replicas):
+                for i, ranks in enumerate(self.replicas):
                     table[i, 0], table[i, 1] = rows[list(ranks), 0].sum(), rows[ranks[0], 1]
             else:
                 dist.all_gather(list(table), row, group=route.across)
@@ -248,10 +243,10 @@ class ReplicaAllReduce:
         """The sum of the ``i``-th vectors of all replicas; ``own`` is overwritten."""
         if not route.columns:
             return own if route.across is None else self._sum(route.across, own, part.feedback, i)
-        if self._cut is None:
+        if self.cut is None:
             [everyone] = route.columns
             return own if everyone is None else self._sum(everyone, own, part.feedback, i)
-        columns = LayoutInColumns(part.layout or self.layout, self._cut)
+        columns = LayoutInColumns(part.layout or self.layout, self.cut)
         if len(own) != columns.sizes[i]:
             raise HeteroError(
                 f"a vector of {len(own)} values was to be exchanged between replicas of unequal size, and vector {i} "
@@ -273,8 +268,8 @@ class ReplicaAllReduce:
     def _sum(self, group: dist.ProcessGroup, own: Tensor, feedback: Feedback | None, i: int) -> Tensor:
         """The sum of the ``i``-th vectors; see :func:`sum_over` and :func:`encoded_sum`."""
         if feedback is None:
-            if self._on_devices is not None and own.dtype.itemsize > 2 and self._on_devices.is_faster(group):
-                return self._on_devices.sum(own)
+            if self.on_devices is not None and own.dtype.itemsize > 2 and self.on_devices.is_faster(group):
+                return self.on_devices.sum(own)
             return sum_over(group, own, self._pool)
         if feedback.wire not in self._encodings:
             self._encodings[feedback.wire] = low_bit_encoding(feedback.wire)
@@ -393,9 +388,8 @@ class ReplicaLinks:
         cut: Cut | None = None,
     ) -> None:
         skip = on_nan == "skip"
-        self._another = partial(ReplicaAllReduce, groups=groups, skip=skip, columns=columns, cut=cut)
-        self._foreground = self._another(rank, replicas, purpose="averages", on_devices=on_devices)
-        self._background = self._another(rank, replicas, purpose="averages in the background")
+        self._foreground = ReplicaAllReduce(rank, replicas, groups, skip, columns, cut, "averages", on_devices)
+        self._background = replace(self._foreground, purpose="averages in the background", on_devices=None)
         self._groups, self._replicas = groups, replicas
         self.index, self.count = group_of(rank, replicas), len(replicas)
         self._rank, self._ranks = rank, (rank,) if columns else replicas[self.index]
@@ -565,7 +559,7 @@ class ReplicaLinks:
         Returns:
             A function of what this replica brings, and of where to write the mean. It blocks.
         """
-        apart = self._another(self._rank, replicas, purpose="averages apart")
+        apart = replace(self._background, replicas=replicas, purpose="averages apart")
         route = apart.route(0)
 
         def average(own: Contribution, out: Sequence[Tensor]) -> Average:
