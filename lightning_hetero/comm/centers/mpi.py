@@ -5,7 +5,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,9 +13,6 @@ from typing_extensions import override
 
 from lightning_hetero.comm.centers.base import Center, CenterLayout, PushPull, subtract_center
 from lightning_hetero.errors import HeteroError, UnsupportedError
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
 
 _PART = 1 << 24  # elements of one message
 
@@ -35,13 +32,14 @@ class MPICenter(Center):
     def __init__(self, layout: CenterLayout, across: bool) -> None:
         super().__init__(layout)
         self._across = across
-        self._window: MPI.Win | None = None
+        self._window: Any = None
         self._stop = threading.Event()
 
     @override
     def open(self, values: Sequence[Tensor]) -> None:
         from mpi4py import MPI
 
+        self._mpi = MPI
         self._communicator = MPI.COMM_WORLD.Dup()
         sizes = [8 * len(self.layout.leaders), *(value.nbytes for value in values)]
         *self._starts, total = accumulate((-(-size // 64) * 64 for size in sizes), initial=0)
@@ -76,20 +74,21 @@ class MPICenter(Center):
             self._get(part, start)
 
     def _get(self, out: Tensor, start: int) -> None:
-        from mpi4py import MPI
-
-        assert self._window is not None
-        for part, place in _pieces(out, start):
-            self._wait(self._window.Rget_accumulate(part, part, self.layout.host, place, MPI.NO_OP))
+        for part, place in self._pieces(out, start):
+            self._wait(self._window.Rget_accumulate(part, part, self.layout.host, place, self._mpi.NO_OP))
 
     def _add(self, values: Tensor, start: int) -> None:
-        from mpi4py import MPI
+        for part, place in self._pieces(values, start):
+            self._wait(self._window.Raccumulate(part, self.layout.host, place, self._mpi.SUM))
 
-        assert self._window is not None
-        for part, place in _pieces(values, start):
-            self._wait(self._window.Raccumulate(part, self.layout.host, place, MPI.SUM))
+    def _pieces(self, values: Tensor, start: int) -> Iterator[tuple[Any, tuple[int, int, Any]]]:
+        """Pieces of values as arrays, and where they lie in the window, in which the values begin at a byte."""
+        types = {4: self._mpi.FLOAT, 8: self._mpi.DOUBLE}
+        for first in range(0, values.numel(), _PART):
+            part = values[first : first + _PART].numpy()
+            yield part, (start + first * part.itemsize, part.size, types[part.itemsize])
 
-    def _wait(self, request: "MPI.Request") -> None:
+    def _wait(self, request: Any) -> None:
         deadline = time.monotonic() + self.layout.timeout.total_seconds()
         while not request.Test():
             if time.monotonic() > deadline:
@@ -106,7 +105,6 @@ class MPICenter(Center):
 
     @override
     def write(self, values: Sequence[Tensor], counts: Sequence[int]) -> None:
-        assert self._window is not None
         if not self.layout.is_host:
             return
         table = torch.tensor(counts, dtype=torch.float64)
@@ -115,10 +113,8 @@ class MPICenter(Center):
         self._window.Sync()
 
     def _progress(self) -> None:
-        from mpi4py import MPI
-
         while not self._stop.wait(5e-4):
-            self._communicator.Iprobe(MPI.ANY_SOURCE, MPI.ANY_TAG)
+            self._communicator.Iprobe(self._mpi.ANY_SOURCE, self._mpi.ANY_TAG)
 
     @override
     def leave(self) -> None:
@@ -134,15 +130,6 @@ class MPICenter(Center):
     @override
     def close(self) -> None:
         self._stop.set()
-
-
-def _pieces(values: Tensor, start: int) -> Iterator[tuple[Any, tuple[int, int, "MPI.Datatype"]]]:
-    """Pieces of values as arrays, and where they lie in the window, in which the values begin at a byte."""
-    from mpi4py import MPI
-
-    for first in range(0, values.numel(), _PART):
-        part = values[first : first + _PART].numpy()
-        yield part, (start + first * part.itemsize, part.size, {4: MPI.FLOAT, 8: MPI.DOUBLE}[part.itemsize])
 
 
 def mpi_missing(world: int) -> HeteroError | None:
