@@ -243,8 +243,7 @@ class PushClient(PeerClient[PushTransport]):
             self.miss(peer)
             return False
         self.met[peer] += 1
-        self.links.traffic.exchanges += 1
-        self.links.traffic.bytes += int(bytes_sent)
+        self.links.traffic.add(int(bytes_sent), 0.0, 0.0)  # the seconds are counted already
         return True
 
     @contextmanager

@@ -181,53 +181,6 @@ def _done(tensors: list[Tensor]) -> _Work:
 Within = Literal["auto", "shm", "gloo"]
 
 
-class SharedMemoryGroups:
-    """Lets ranks of one node exchange long vectors through memory that they share.
-
-    Args:
-        nodes: where each rank lives; equal values for ranks of one node.
-        limit: longest wait for another rank.
-        way: ``"auto"``: where it is possible; ``"shm"``: the same, but an error where memory cannot be shared;
-            ``"gloo"``: never.
-    """
-
-    def __init__(self, nodes: Sequence[Hashable], limit: timedelta, way: Within) -> None:
-        self._nodes, self._limit, self._way = nodes, limit, way
-        self._said = False
-
-    def group(self, group: dist.ProcessGroup, ranks: Sequence[int]) -> SharedGroup | None:
-        """The same ranks as a group that shares memory; ``None`` if they cannot, or should not (collective over them).
-
-        Args:
-            group: over gloo.
-            ranks: its members.
-
-        Raises:
-            UnsupportedError: the ranks are of one node and asked for shared memory, and it cannot be.
-            CommunicationError: another rank did not take part in time.
-        """
-        if self._way == "gloo" or len({self._nodes[rank] for rank in ranks}) > 1 or not os.path.isdir(SHARED):
-            return None
-        try:
-            part = PART if self._way == "auto" else 1.0
-            return SharedGroup(share_memory(group, ROW, self._limit, part), group)
-        except OSError as error:
-            size = ROW * (len(ranks) + 1)
-            if self._way == "shm":
-                raise UnsupportedError(
-                    f"within='shm', but the memory cannot be shared ({error}). Exchanges of ranks {list(ranks)} need "
-                    f"{size} bytes in {SHARED} (docker run --shm-size). Set within='auto', which uses sockets then."
-                ) from error
-            if not self._said:
-                self._said = True
-                rank_zero_warn(
-                    f"Ranks {list(ranks)} exchange over sockets: the memory cannot be shared ({error}). Shared memory "
-                    f"is faster, and needs {round(size / PART)} free bytes in {SHARED} (docker run --shm-size), half "
-                    "of which it leaves. within='gloo' silences this warning."
-                )
-            return None
-
-
 _POLL = 0.05  # longest pause between two looks at who has asked for a group, seconds
 
 _ended: list[dist.ProcessGroup] = []  # groups that nobody can ask for any more
@@ -246,7 +199,9 @@ class Groups:
     Args:
         timeout: longest wait for another rank, while a group is made and in its collectives.
         name: the same on every rank, and different for each object of this class.
-        sharing: says which ranks exchange long vectors through shared memory. Default: none.
+        nodes: where each rank lives; equal values for ranks of one node.
+        within: how ranks of one node exchange long vectors. ``"auto"``: through shared memory where it is possible;
+            ``"shm"``: the same, but an error where memory cannot be shared; ``"gloo"``: over sockets.
 
     Example: the group of a replica's ranks, for the sizes of batches::
 
@@ -256,20 +211,22 @@ class Groups:
             dist.all_reduce(sizes, group=group)
     """
 
-    def __init__(self, timeout: timedelta, name: str, sharing: SharedMemoryGroups | None = None) -> None:
-        self.timeout, self._name, self._sharing = timeout, name, sharing
+    def __init__(self, timeout: timedelta, name: str, nodes: Sequence[Hashable] = (), within: Within = "gloo") -> None:
+        self.timeout, self._name, self._nodes, self._within = timeout, name, nodes, within
+        self._said = False  # that memory cannot be shared
         self._groups: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup] = {}
         self._shared: dict[tuple[str, tuple[int, ...]], SharedGroup | None] = {}
 
     @classmethod
-    def open(cls, timeout: timedelta, sharing: SharedMemoryGroups | None = None) -> "Groups":
+    def open(cls, timeout: timedelta, nodes: Sequence[Hashable] = (), within: Within = "gloo") -> "Groups":
         """Begin, without a group yet (collective over all ranks).
 
         Args:
             timeout: longest wait for another rank.
-            sharing: says which ranks exchange long vectors through shared memory. Default: none.
+            nodes: where each rank lives; as for the class, and so is the other one.
+            within: how ranks of one node exchange long vectors.
         """
-        return cls(timeout, gather(secrets.token_hex(8), "a name for the process groups")[0], sharing)
+        return cls(timeout, gather(secrets.token_hex(8), "a name for the process groups")[0], nodes, within)
 
     def get(
         self, purpose: str, ranks: Sequence[int], backend: str = "gloo", alone: bool = False
@@ -319,15 +276,38 @@ class Groups:
             UnsupportedError: a background thread is the first to ask; or ``within="shm"``, and memory cannot be shared.
         """
         key, group = (purpose, tuple(ranks)), self.get(purpose, ranks)
-        if group is None or self._sharing is None:
-            return group
+        if group is None:
+            return None
         if key not in self._shared:
             with deadline(f"share memory among ranks {list(ranks)} for {purpose!r}"):
-                shared = self._sharing.group(group, ranks)
+                shared = self._share_memory(group, ranks)
             self._shared[key] = shared
             if shared is not None:
                 weakref.finalize(self, shared.close).atexit = False
         return self._shared[key] or group
+
+    def _share_memory(self, group: dist.ProcessGroup, ranks: Sequence[int]) -> SharedGroup | None:
+        """The same ranks as a group that shares memory; ``None`` if they cannot, or should not."""
+        if self._within == "gloo" or len({self._nodes[rank] for rank in ranks}) > 1 or not os.path.isdir(SHARED):
+            return None
+        try:
+            part = PART if self._within == "auto" else 1.0
+            return SharedGroup(share_memory(group, ROW, self.timeout, part), group)
+        except OSError as error:
+            size = ROW * (len(ranks) + 1)
+            if self._within == "shm":
+                raise UnsupportedError(
+                    f"within='shm', but the memory cannot be shared ({error}). Exchanges of ranks {list(ranks)} need "
+                    f"{size} bytes in {SHARED} (docker run --shm-size). Set within='auto', which uses sockets then."
+                ) from error
+            if not self._said:
+                self._said = True
+                rank_zero_warn(
+                    f"Ranks {list(ranks)} exchange over sockets: the memory cannot be shared ({error}). Shared memory "
+                    f"is faster, and needs {round(size / PART)} free bytes in {SHARED} (docker run --shm-size), half "
+                    "of which it leaves. within='gloo' silences this warning."
+                )
+            return None
 
     def store(self, purpose: str) -> dist.Store:
         """The store of the job, which all ranks can read and write, with keys of its own for a purpose.

@@ -23,7 +23,6 @@ from lightning_hetero.comm.groups import (
     Groups,
     LastingGroup,
     MixedGroup,
-    SharedMemoryGroups,
     Within,
     begin_world,
     default_store,
@@ -72,7 +71,7 @@ class Job:
     def __init__(self, view: View, timeout: timedelta, within: Within = "auto") -> None:
         self.view, self.timeout, self.within = view, timeout, within
         nodes = [(place.host, place.node) for place in view.places]
-        self.groups = Groups.open(timeout, SharedMemoryGroups(nodes, timeout, within))
+        self.groups = Groups.open(timeout, nodes, within)
         self._mixed: MixedGroup | None = None  # of this rank's replica
 
     @classmethod

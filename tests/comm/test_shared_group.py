@@ -17,7 +17,7 @@ from lightning_hetero.comm import groups, shared_memory
 from lightning_hetero.comm.all_reduce import ReplicaLinks
 from lightning_hetero.comm.compression import all_gather
 from lightning_hetero.comm.failures import deadline
-from lightning_hetero.comm.groups import Groups, SharedGroup, SharedMemoryGroups
+from lightning_hetero.comm.groups import Groups, SharedGroup
 from lightning_hetero.errors import CommunicationError, UnsupportedError
 
 LIMIT = timedelta(seconds=60)
@@ -27,7 +27,7 @@ SIZES = [1, 7, 1000, 4097]
 def _groups(nodes: list[str], way: Any = "auto", limit: timedelta = LIMIT) -> Groups:
     groups.ROW = groups.ROW = 4 * 256  # several pieces for each tensor
     dist.init_process_group("gloo", timeout=limit)
-    return Groups.open(limit, SharedMemoryGroups(nodes, limit, way))
+    return Groups.open(limit, nodes, way)
 
 
 def _own(rank: int, size: int) -> torch.Tensor:
@@ -231,7 +231,7 @@ def _many() -> int:
     dist.init_process_group("gloo")
     counts = []
     for _ in range(30):
-        groups = Groups.open(LIMIT, SharedMemoryGroups(["a", "a"], LIMIT, "auto"))
+        groups = Groups.open(LIMIT, ["a", "a"], "auto")
         dist.all_reduce(torch.ones(3), group=groups.bulk("averages", (0, 1)))
         del groups
         with open("/proc/self/maps") as maps:
