@@ -41,18 +41,19 @@ class CenterWire:
     Args:
         group: process group of the host and its clients.
         other: the rank at the other end.
+
+    Attributes:
+        sent: bytes sent so far.
     """
 
     def __init__(self, group: dist.ProcessGroup, other: int) -> None:
         self._group, self._other = group, other
-
-    def bytes(self, values: list[Tensor]) -> int:
-        """Bytes of values in one direction."""
-        return sum(value.nbytes for value in values)
+        self.sent = 0
 
     def send(self, tensor: Tensor) -> None:
         """Send a tensor to the other end."""
         dist.send(tensor, self._other, group=self._group)
+        self.sent += tensor.nbytes
 
     def receive(self, tensor: Tensor) -> None:
         """Receive a tensor from the other end."""
@@ -116,10 +117,6 @@ class NarrowCenterWire(CenterWire):
     def start(self, values: Sequence[Tensor]) -> None:
         self._known = [value.clone() for value in values]
         self._short = [torch.empty(value.numel(), dtype=self._dtype) for value in values]
-
-    @override
-    def bytes(self, values: list[Tensor]) -> int:
-        return sum(2 * value.numel() for value in values)
 
     @override
     def fits(self, values: Sequence[Tensor]) -> bool:
@@ -197,12 +194,6 @@ class ChangeWire(CenterWire):
             self._known = [value.clone() for value in values[: len(self._part.known)]]
         else:  # after a resume it goes on from another center than that of now
             self._tells = not all(map(torch.equal, self._known, values))
-
-    @override
-    def bytes(self, values: list[Tensor]) -> int:
-        coded = sum(self._changes.bytes(length) for length in self._part.lengths)
-        told = sum(known.nbytes for known in self._known) if self._tells else 0
-        return 8 + coded + told + sum(rest.nbytes for rest in self._exact(values))
 
     def _exact(self, values: list[Tensor]) -> list[Tensor]:
         """Values that travel as they are: buffers, and vectors that only the rule knows."""
@@ -490,20 +481,20 @@ class ThreadCenter(Center):
             return self._push_pull_here(values, push, part, turn)
         wire, own = self._wires[self.layout.host][part], list(values)
         with self._in_time("exchange with"):
-            well = wire.fits(own)
-            self._request(_PUSH_PULL, push if well else 0.0, part, turn)
-            sent = 32 + wire.bytes(own)
+            well, before = wire.fits(own), wire.sent
+            self._request(wire, _PUSH_PULL, push if well else 0.0, part, turn)
             wire.send_values(own, push > 0)
+            sent = wire.sent - before
             table = torch.empty(1 + len(self.layout.leaders), dtype=torch.float64)
             wire.receive(table)
             wire.receive_difference(own)
         square, *counts = table.tolist()
         return PushPull(square if well else math.inf, [int(count) for count in counts], sent)
 
-    def _request(self, wish: float, push: float = 0.0, part: int = 0, turn: int = 0) -> None:
+    def _request(self, wire: CenterWire, wish: float, push: float = 0.0, part: int = 0, turn: int = 0) -> None:
         """Announce a request to the host, and send it."""
         not_none(self._wakeup_client, "the connection to the host").announce()
-        self._wires[self.layout.host][0].send(torch.tensor([wish, push, part, turn], dtype=torch.float64))
+        wire.send(torch.tensor([wish, push, part, turn], dtype=torch.float64))
 
     @contextmanager
     def _in_time(self, what: str) -> Iterator[None]:
@@ -547,7 +538,7 @@ class ThreadCenter(Center):
                 self._server.join(self.layout.timeout.total_seconds())
         elif self.layout.is_client:
             with self._in_time("leave"):
-                self._request(_LEAVE)
+                self._request(self._wires[self.layout.host][0], _LEAVE)
 
     @override
     def close(self) -> None:
