@@ -209,7 +209,14 @@ _PATIENCE = 0.1  # seconds that a peer that asks waits for the answer to this pe
 class _State(Enum):
     CLOSED = 1  # nothing is offered, or it has been exchanged
     OPEN = 2
-    ENGAGED = 3  # with one peer: others are refused
+    ASKING = 3  # a peer has been asked, and has not answered; in this and all that follow others are refused
+    AGREED = 4  # it has said yes
+    ANSWERING = 5  # a peer that has asked
+
+    @property
+    def engaged(self) -> bool:
+        """Whether there is one peer with which to exchange."""
+        return self not in (_State.CLOSED, _State.OPEN)
 
 
 class PairTransport(PeerTransport):
@@ -224,8 +231,7 @@ class PairTransport(PeerTransport):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.misses = Counter[int]()
-        self._state, self._with, self._asking = _State.CLOSED, -1, False
-        self._agreed = False  # the peer that was asked has said yes
+        self._state, self._with = _State.CLOSED, -1
         self._offers = 0  # made so far
         self._failure: BaseException | None = None  # that has ended the thread that asks
         self._waiting = 0  # peers that have asked, and wait for the answer to this peer's own question
@@ -272,7 +278,7 @@ class PairTransport(PeerTransport):
             return self._swap if self._state is _State.CLOSED else None
 
     def _settled(self) -> bool:
-        waits = self._state is _State.ENGAGED or (self._state is _State.OPEN and self._selector.awaits)
+        waits = self._state.engaged or (self._state is _State.OPEN and self._selector.awaits)
         return not waits
 
     def withdraw(self) -> PairResult | None:
@@ -283,7 +289,7 @@ class PairTransport(PeerTransport):
             return self._swap
 
     def _wait_for_exchange(self) -> None:
-        self._changed.wait_for(lambda: self._state is not _State.ENGAGED, EXCHANGE * self.session.deadline)
+        self._changed.wait_for(lambda: not self._state.engaged, EXCHANGE * self.session.deadline)
 
     def take_misses(self) -> list[int]:
         """The peers of exchanges that have failed since the last call; a peer may be there more than once."""
@@ -335,7 +341,7 @@ class PairTransport(PeerTransport):
                 round_number = self._selector.round_number
                 if peer is None:
                     continue  # it has gone in this moment
-                self._state, self._with, self._asking, self._agreed = _State.ENGAGED, peer, True, False
+                self._state, self._with = _State.ASKING, peer
             swap, missed, gone_on, began = None, False, False, time.monotonic()
             try:
                 swap = self._swapping.ask(peer, round_number, weight, self._peer_agrees)
@@ -345,8 +351,7 @@ class PairTransport(PeerTransport):
                 missed = True
                 self.failed(peer, began, error)
             with self._changed:
-                if self._asking:  # else it was asked itself meanwhile, and said yes
-                    self._asking = False
+                if self._state in (_State.ASKING, _State.AGREED):  # else it was asked itself meanwhile, and said yes
                     self._end(swap)
                 if offer != self._offers:
                     continue  # exchanged when the peer asked for it: the answer says nothing about the next offer
@@ -365,9 +370,10 @@ class PairTransport(PeerTransport):
     def _peer_agrees(self) -> bool:
         """The peer that was asked has said yes; whether this one still wants to exchange with it."""
         with self._changed:
-            self._agreed |= self._asking
+            if self._state is _State.ASKING:
+                self._state = _State.AGREED
             self._changed.notify_all()
-            return self._asking
+            return self._state is _State.AGREED
 
     # -- the peer that is asked --------------------------------------------------------------------
 
@@ -399,14 +405,14 @@ class PairTransport(PeerTransport):
                 # It waits while this peer asks another. If all that ask were refused, peers that ask each other in a
                 # circle could do so forever. Only peers with a lower number wait, so they never wait in a circle.
                 self._waiting += 1
-                self._changed.wait_for(lambda: not self._asking or self._agreed, _PATIENCE)
+                self._changed.wait_for(lambda: self._state is not _State.ASKING, _PATIENCE)
                 self._waiting -= 1
                 own = self._selector.round_number
             # Of two peers that ask each other, the question of the first counts.
-            crossing = self._asking and not self._agreed and self._with == peer and peer < self.me
+            crossing = self._state is _State.ASKING and self._with == peer and peer < self.me
             willing = (self._state is _State.OPEN or crossing) and not self._paused
             if willing and asked_for == own:
-                self._state, self._with, self._asking = _State.ENGAGED, peer, False
+                self._state, self._with = _State.ANSWERING, peer
                 self._selector.met(peer)
                 return True
             self._selector.wants(peer, asked_for)
@@ -420,7 +426,7 @@ class PairTransport(PeerTransport):
     def _end(self, swap: PairResult | None) -> None:
         if swap is not None:
             self._swap, self._state = swap, _State.CLOSED
-        elif self._state is _State.ENGAGED:
+        elif self._state.engaged:
             self._state = _State.OPEN
         self._changed.notify_all()
 
