@@ -107,8 +107,11 @@ def _moved() -> list[Any]:
     sent.wait()
     turned = torch.tensor([1j * rank])
     dist.all_reduce(turned, group=group)
+    at_one, part = torch.tensor([float(rank)]), torch.empty(1)
+    dist.reduce(at_one, 1, group=group)
+    dist.scatter(part, list(torch.arange(3.0).split(1)) if rank == 2 else None, 2, group=group)
     dist.barrier(group=group)
-    return [*found, torch.stack(rows), flat, other, turned]
+    return [*found, torch.stack(rows), flat, other, turned, at_one if rank == 1 else torch.tensor([3.0]), part]
 
 
 def test_broadcasts_and_what_goes_over_gloo() -> None:
@@ -120,6 +123,8 @@ def test_broadcasts_and_what_goes_over_gloo() -> None:
         assert torch.equal(found[4], rows.flatten())
         assert found[5].tolist() == [(rank - 1) % 3]
         assert found[6].tolist() == [3j]
+        assert found[7].tolist() == [3]
+        assert found[8].tolist() == [rank]
 
 
 def _averaged(way: Any, replicas: list[list[int]]) -> dict[str, Any]:
