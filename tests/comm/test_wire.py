@@ -248,7 +248,7 @@ def _at_once() -> tuple[bool, Any, Any, Any]:
     late = wires.index == 1
     exchange = None if late else behind()
     front = wires.average(copies(own), WEIGHTS, reference())
-    under_way = exchange is not None and exchange._background._thread.is_alive()
+    under_way = exchange is not None and exchange.running
     dist.barrier()
     if late:
         exchange = behind()
