@@ -4,7 +4,7 @@ import random
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from enum import Enum
 from typing import Any, NamedTuple
 
@@ -119,90 +119,6 @@ class PeerMovedOnError(Exception):
     """The peer that was asked has gone on to a later round."""
 
 
-class PairExchange:
-    """Exchanges values with a peer, in six messages: ``ASK, YES; SWAP, SWAP; COMMIT, DONE``.
-
-    The two in the middle travel at the same time. The peer that was asked counts the exchange when ``COMMIT`` comes, if
-    that is in time. The one that asked counts it when ``DONE`` comes. If ``DONE`` does not come, it connects again and
-    asks whether the exchange has counted. So both count it or neither does. Only a peer that dies in this moment, or is
-    frozen for longer than that, may leave the other with a wrong answer.
-
-    Peers of one host write their values into shared memory. The messages are the same, without vectors.
-
-    Args:
-        transport: with what this peer offers.
-    """
-
-    def __init__(self, transport: PeerTransport) -> None:
-        self._transport = transport
-        self.inbox = [torch.empty_like(value) for value in transport.outgoing]
-
-    def ask(self, peer: int, round_number: float, weight: float, agreed: Callable[[], bool]) -> PairResult | None:
-        """Ask a peer for an exchange, and exchange.
-
-        Args:
-            peer: the one to ask.
-            round_number: of this peer's offer.
-            weight: of this peer.
-            agreed: called when the peer has said yes. ``False``: this peer no longer wants to.
-
-        Returns:
-            ``None``: the peer has said no.
-
-        Raises:
-            PeerMovedOnError: the peer has gone on to a later round.
-            OSError: the exchange broke off, or was too late. It does not count.
-            RefusedError: a message came that must not be believed. The exchange does not count.
-        """
-        channel, number = self._transport.channel(peer), next(self._transport.numbers)
-        numbers = round_number, weight, number
-        sent = channel.send(MessageKind.ASK, numbers)
-        reply = channel.receive()
-        if reply.kind != MessageKind.YES:
-            if reply.numbers and round_number != ANY and reply.numbers[0] > round_number:
-                raise PeerMovedOnError
-            return None
-        if not agreed():
-            raise RefusedError("uninvited")
-        weight, more = self._swap(channel, peer, numbers, 2)
-        sent += more + self._transport.commit(channel, peer, number)
-        self._transport.liveness.met(peer)
-        return PairResult(peer, weight, self.inbox, sent)
-
-    def answer(self, channel: VectorChannel, peer: int, number: float, offer: tuple[float, float]) -> PairResult:
-        """Exchange with a peer that has asked, until it is to be told that the exchange is done.
-
-        Args:
-            channel: over which it asked.
-            peer: the one that asked.
-            number: that it gave the exchange.
-            offer: the round of this peer's offer, and this peer's weight.
-
-        Raises:
-            OSError: the exchange broke off, or was too late. It does not count.
-            RefusedError: a message came that must not be believed. The exchange does not count.
-        """
-        sent = channel.send(MessageKind.YES)
-        weight, more = self._swap(channel, peer, offer, 3)
-        self._transport.await_commit(channel, peer, number)
-        return PairResult(peer, weight, self.inbox, sent + more)
-
-    def _swap(self, channel: VectorChannel, peer: int, numbers: Sequence[float], expected: int) -> tuple[float, int]:
-        """Send what lies in ``outgoing``, and fill the inbox; the peer's weight, and the bytes sent."""
-        boxes, until = self._transport.boxes, self._transport.deadline_in()
-        near = peer in boxes
-        vectors = () if near else self._transport.outgoing
-        theirs, sent = channel.swap(MessageKind.SWAP, numbers, vectors, lambda _: self.inbox)
-        if theirs.kind != MessageKind.SWAP or len(theirs.numbers) != expected:
-            raise RefusedError("uninvited")
-        if near:
-            for own, value in zip(self.inbox, boxes[peer].vectors, strict=True):
-                own.copy_(value)
-            if time.monotonic() > until:
-                raise TimeoutError("too late")  # perhaps this process was frozen, and the peer has new values there
-        return theirs.numbers[1], sent
-
-
 _PATIENCE = 0.1  # seconds that a peer that asks waits for the answer to this peer's own question
 
 
@@ -220,12 +136,21 @@ class _State(Enum):
 
 
 class PairTransport(PeerTransport):
-    """Offers values, and exchanges them with one peer at a time; see :class:`PairExchange` for the messages.
+    """Offers values, and exchanges them with one peer at a time.
 
     A thread asks other peers. Other threads, one per connection, answer the questions of others.
 
+    An exchange takes six messages: ``ASK, YES; SWAP, SWAP; COMMIT, DONE``. The two in the middle travel at the same
+    time. The peer that was asked counts the exchange when ``COMMIT`` comes, if that is in time. The one that asked
+    counts it when ``DONE`` comes. If ``DONE`` does not come, it connects again and asks whether the exchange has
+    counted. So both count it or neither does. Only a peer that dies in this moment, or is frozen for longer than that,
+    may leave the other with a wrong answer.
+
+    Peers of one host write their values into shared memory. The messages are the same, without vectors.
+
     Attributes:
         misses: of each peer, exchanges with it that failed: it was late, frozen, dead or unreachable.
+        inbox: the values of a peer.
     """
 
     def __init__(self, *args: Any) -> None:
@@ -238,7 +163,7 @@ class PairTransport(PeerTransport):
         self._paused = False
         self._weight = 1.0
         self._swap: PairResult | None = None
-        self._swapping = PairExchange(self)
+        self.inbox = [torch.empty_like(value) for value in self.outgoing]
         self._selector = PeerSelector(self.me, self.session.deadline, self.liveness)
         threading.Thread(target=self._ask_until_closed, name="hetero-gossip-asker", daemon=True).start()
 
@@ -344,7 +269,7 @@ class PairTransport(PeerTransport):
                 self._state, self._with = _State.ASKING, peer
             swap, missed, gone_on, began = None, False, False, time.monotonic()
             try:
-                swap = self._swapping.ask(peer, round_number, weight, self._peer_agrees)
+                swap = self._ask(peer, round_number, weight)
             except PeerMovedOnError:
                 gone_on = True
             except (OSError, RefusedError) as error:
@@ -367,6 +292,29 @@ class PairTransport(PeerTransport):
         able = self._state is _State.OPEN and bool(self._selector.asked) and not self._paused
         return self._closed or (able and not self._waiting)
 
+    def _ask(self, peer: int, round_number: float, weight: float) -> PairResult | None:
+        """Ask a peer for an exchange, and exchange; ``None``: it has said no.
+
+        Raises:
+            PeerMovedOnError: the peer has gone on to a later round.
+            OSError: the exchange broke off, or was too late. It does not count.
+            RefusedError: a message came that must not be believed. The exchange does not count.
+        """
+        channel, number = self.channel(peer), next(self.numbers)
+        numbers = round_number, weight, number
+        sent = channel.send(MessageKind.ASK, numbers)
+        reply = channel.receive()
+        if reply.kind != MessageKind.YES:
+            if reply.numbers and round_number != ANY and reply.numbers[0] > round_number:
+                raise PeerMovedOnError
+            return None
+        if not self._peer_agrees():
+            raise RefusedError("uninvited")
+        weight, more = self._exchange(channel, numbers, 2)
+        sent += more + self.commit(channel, number)
+        self.liveness.met(peer)
+        return PairResult(peer, weight, self.inbox, sent)
+
     def _peer_agrees(self) -> bool:
         """The peer that was asked has said yes; whether this one still wants to exchange with it."""
         with self._changed:
@@ -384,10 +332,12 @@ class PairTransport(PeerTransport):
         if not self._engage(channel.peer, ask.numbers[0]):
             channel.send(MessageKind.NO, (self._selector.round_number,))
             return
-        swap = None
+        swap, offer = None, (self._selector.round_number, self._weight)
         try:
-            offer = self._selector.round_number, self._weight
-            swap = self._swapping.answer(channel, channel.peer, ask.numbers[2], offer)
+            sent = channel.send(MessageKind.YES)
+            weight, more = self._exchange(channel, offer, 3)
+            self.await_commit(channel, ask.numbers[2])
+            swap = PairResult(channel.peer, weight, self.inbox, sent + more)
         finally:
             with self._changed:
                 self._end(swap)
@@ -422,6 +372,20 @@ class PairTransport(PeerTransport):
             return False
 
     # -- both --------------------------------------------------------------------------------------
+
+    def _exchange(self, channel: VectorChannel, numbers: Sequence[float], expected: int) -> tuple[float, int]:
+        """Send what lies in ``outgoing``, and fill the inbox; the peer's weight, and the bytes sent."""
+        until, box = self.deadline_in(), self.boxes.get(channel.peer)
+        vectors = self.outgoing if box is None else ()
+        theirs, sent = channel.swap(MessageKind.SWAP, numbers, vectors, lambda _: self.inbox)
+        if theirs.kind != MessageKind.SWAP or len(theirs.numbers) != expected:
+            raise RefusedError("uninvited")
+        if box is not None:
+            for own, value in zip(self.inbox, box.vectors, strict=True):
+                own.copy_(value)
+            if time.monotonic() > until:
+                raise TimeoutError("too late")  # perhaps this process was frozen, and the peer has new values there
+        return theirs.numbers[1], sent
 
     def _end(self, swap: PairResult | None) -> None:
         if swap is not None:
@@ -579,7 +543,7 @@ class PushTransport(PeerTransport):
                 return None
             if answer != MessageKind.YES:
                 raise RefusedError("uninvited")
-            sent += self.commit(channel, peer, number)
+            sent += self.commit(channel, number)
         except (OSError, RefusedError) as error:
             self.failed(peer, began, error)
             return None
@@ -661,7 +625,7 @@ class PushTransport(PeerTransport):
             channel.send(MessageKind.NO)
             return
         channel.send(MessageKind.YES)
-        self.await_commit(channel, channel.peer, number)
+        self.await_commit(channel, number)
         with self._changed:
             self._arrive(came)
             self._changed.notify_all()

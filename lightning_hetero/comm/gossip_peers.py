@@ -329,7 +329,7 @@ class PeerTransport(ABC):
         """The time in so many deadlines from now, by ``time.monotonic()``."""
         return time.monotonic() + times * self.session.deadline
 
-    def commit(self, channel: VectorChannel, peer: int, number: float) -> int:
+    def commit(self, channel: VectorChannel, number: float) -> int:
         """End an exchange that this peer began, once it has received everything.
 
         Returns:
@@ -342,11 +342,11 @@ class PeerTransport(ABC):
         with suppress(OSError, RefusedError):
             sent = channel.send(MessageKind.COMMIT)
             done = channel.receive(times=2).kind == MessageKind.DONE
-        if not done and not self.counted(peer, number):
+        if not done and not self.counted(channel.peer, number):
             raise TimeoutError("too late")
         return sent
 
-    def await_commit(self, channel: VectorChannel, peer: int, number: float) -> None:
+    def await_commit(self, channel: VectorChannel, number: float) -> None:
         """Wait until the peer that began an exchange has received everything, then count it.
 
         Raises:
@@ -356,7 +356,7 @@ class PeerTransport(ABC):
         until = self.deadline_in()
         if channel.receive().kind != MessageKind.COMMIT:
             raise RefusedError("uninvited")
-        if time.monotonic() > until or not self.ledger.count(peer, number):
+        if time.monotonic() > until or not self.ledger.count(channel.peer, number):
             raise TimeoutError("too late")  # perhaps this process was frozen
 
     def counted(self, peer: int, number: float) -> bool:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from gossip_team import Judge, Proxy, meet, team, total
 
-from lightning_hetero.comm.gossip import ANY, PairExchange, PairResult
+from lightning_hetero.comm.gossip import ANY, PairResult, PairTransport
 from lightning_hetero.comm.gossip_peers import MessageKind
 
 LIMIT = 0.5
@@ -69,20 +69,20 @@ def test_the_connection_breaks(name: str) -> None:
     assert not off.any()
 
 
-def _hasty(self: PairExchange, peer: int, turn: float, weight: float, agreed: Callable[[], bool]) -> PairResult:
+def _hasty(self: PairTransport, peer: int, turn: float, weight: float) -> PairResult:
     """Ask for an exchange, and count it at COMMIT, which is too early."""
-    channel, numbers = self._transport.channel(peer), (turn, weight, 1.0)
+    channel, numbers = self.channel(peer), (turn, weight, 1.0)
     channel.send(MessageKind.ASK, numbers)
     assert channel.receive().kind == MessageKind.YES
-    assert agreed()
-    channel.send(MessageKind.SWAP, numbers, self._transport.outgoing)
+    assert self._peer_agrees()
+    channel.send(MessageKind.SWAP, numbers, self.outgoing)
     answer = channel.receive(lambda _: self.inbox)
     channel.send(MessageKind.COMMIT)
     return PairResult(peer, answer.numbers[1], self.inbox, 0)
 
 
 def test_the_control_counts_too_early(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(PairExchange, "ask", _hasty)
+    monkeypatch.setattr(PairTransport, "_ask", _hasty)
     counted, off, _ = exchange_with_fault(Once("COMMIT", cut), again=False)
     assert counted == (True, False)
     assert off.any()

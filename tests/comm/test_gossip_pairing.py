@@ -168,7 +168,7 @@ def test_a_failure_of_the_thread_that_asks_is_told(monkeypatch: pytest.MonkeyPat
         raise ZeroDivisionError("odd")
 
     with team([1, 1]) as (one, _other):
-        monkeypatch.setattr(one.pairing._swapping, "ask", fail)
+        monkeypatch.setattr(one.pairing, "_ask", fail)
         one.offer([1], turn)
         with pytest.raises(CommunicationError, match=r"replica 0 can exchange no more.*odd"):
             one.take(10)
