@@ -383,8 +383,8 @@ class PairTransport(PeerTransport):
         if box is not None:
             for own, value in zip(self.inbox, box.vectors, strict=True):
                 own.copy_(value)
-            if time.monotonic() > until:
-                raise TimeoutError("too late")  # perhaps this process was frozen, and the peer has new values there
+        if time.monotonic() > until:  # perhaps this process was frozen, and the peer has gone on
+            raise TimeoutError("too late")
         return theirs.numbers[1], sent
 
     def _end(self, swap: PairResult | None) -> None:
