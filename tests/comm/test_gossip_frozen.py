@@ -4,6 +4,7 @@ import os
 import signal
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import homes
@@ -20,6 +21,14 @@ pytestmark = pytest.mark.clock
 
 ranks = sys.modules["ranks"]
 assert homes.HERE
+
+
+def stop(process: int) -> None:
+    """Freeze a process. Its threads stop once one of them has seen the signal, which may take a moment under load."""
+    os.kill(process, signal.SIGSTOP)
+    tasks = Path(f"/proc/{process}/task")
+    while not all(stat.read_text().rpartition(")")[2].split()[0] == "T" for stat in tasks.glob("*/stat")):
+        time.sleep(0.001)
 
 
 def _asked(end: Any) -> None:
@@ -43,7 +52,7 @@ def test_the_peer_that_is_asked_freezes_before_a_message(name: str) -> None:
 
     def freeze(message: bytes) -> bytes:
         time.sleep(0.1)  # it waits for this message
-        os.kill(process.pid, signal.SIGSTOP)
+        stop(process.pid)
         return message
 
     try:
@@ -131,7 +140,7 @@ def test_nobody_waits_for_a_frozen_peer_that_is_known_to_be_lost(name: str, end:
     process.start()
 
     def freeze(message: bytes) -> bytes:
-        os.kill(process.pid, signal.SIGSTOP)
+        stop(process.pid)
         return message
 
     try:
