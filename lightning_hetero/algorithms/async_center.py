@@ -14,7 +14,7 @@ from lightning_hetero.algorithms.base import Outcome, ReplicaLoss, StepContext
 from lightning_hetero.algorithms.center import CenteredAverager
 from lightning_hetero.algorithms.state import Own, PerReplica
 from lightning_hetero.comm.centers.base import Center, CenterInColumns, CenterLayout
-from lightning_hetero.comm.centers.client import CenterClient, CenterOptions, layout_of, open_center
+from lightning_hetero.comm.centers.client import CenterClient, CenterOptions, open_center
 from lightning_hetero.comm.columns import Layout
 from lightning_hetero.errors import ConfigurationError, UnsupportedError, not_none
 
@@ -124,7 +124,8 @@ class AsyncCenterAverager(CenteredAverager):
         """
         (topology, groups), links = self.run.job, self.links
         if (cut := links.cut(self.center_layout)) is None:
-            layout = layout_of(topology.rank, self.run.replicas, topology.world, groups.timeout)
+            leaders = tuple(ranks[0] for ranks in self.run.replicas)
+            layout = CenterLayout(topology.rank, topology.world, leaders, links.index, groups.timeout)
             options = self.center_options(lambda vectors: self.replica.part(vectors).views)
             return open_center(options, topology, layout, groups, self.run.interface)
         centers = []

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
+from typing_extensions import override
 
 from lightning_hetero.comm.agreement import gather, value_of_rank
 from lightning_hetero.comm.columns import Cut, Layout, LayoutInColumns, join, spread
@@ -28,8 +29,8 @@ from lightning_hetero.comm.compression import (
 from lightning_hetero.comm.failures import deadline
 from lightning_hetero.comm.groups import Groups
 from lightning_hetero.comm.object_collectives import finite
-from lightning_hetero.comm.staging import PIECE, HostStage, no_wait, pinned
-from lightning_hetero.comm.threads import Background, BufferPool
+from lightning_hetero.comm.staging import PIECE, BufferPool, HostStage, no_wait, pinned
+from lightning_hetero.comm.threads import Background
 from lightning_hetero.comm.topology import group_of
 from lightning_hetero.errors import HeteroError, NotFiniteError
 
@@ -116,57 +117,52 @@ class Route(NamedTuple):
     columns: tuple[dist.ProcessGroup | None, ...] = ()
 
 
+@dataclass(eq=False)
 class ReplicaAllReduce:
     """Takes one average at a time, over process groups of its own.
 
     In each replica one rank exchanges with the other replicas: its member ``i``, modulo its size.
 
-    Args:
+    Attributes:
         rank: this process.
         replicas: the ranks of each replica.
         groups: makes the process groups.
-        purpose: tells these groups from those of other uses.
         skip: whether replicas that are not finite are left out, instead of raising an error.
-        on_devices: sums over the first ranks of all replicas by way of their devices, where it is faster.
         columns: where each rank has a shard of its replica's values, the ranks with which this one exchanges parts of
             its own, one of each replica. All ranks exchange at once then.
         cut: cuts values into the parts for each column; ``None``: there is one column.
-
-    Attributes:
+        purpose: tells these groups from those of other uses.
+        on_devices: sums over the first ranks of all replicas by way of their devices, where it is faster.
         layout: of each vector of the replica, the values in it, by name.
     """
 
+    rank: int
+    replicas: Sequence[Sequence[int]]
+    groups: Groups
+    skip: bool
+    columns: Sequence[Sequence[int]]
+    cut: Cut | None
+    purpose: str
+    on_devices: "DeviceAllReduce | None" = None
     layout: Layout = ()
+    _pool: BufferPool = field(default_factory=BufferPool, init=False)
+    _encodings: dict[str, Encoding] = field(default_factory=dict, init=False)
 
-    def __init__(
-        self,
-        rank: int,
-        replicas: Sequence[Sequence[int]],
-        groups: Groups,
-        purpose: str,
-        skip: bool,
-        on_devices: "DeviceAllReduce | None" = None,
-        columns: Sequence[Sequence[int]] = (),
-        cut: Cut | None = None,
-    ) -> None:
-        self._columns, self._cut = columns, cut
-        self._rank, self._replicas, self._groups = rank, replicas, groups
-        self._purpose, self._skip, self._on_devices = purpose, skip, on_devices
-        self._index = group_of(rank, replicas)
-        self._pool = BufferPool()
-        self._encodings: dict[str, Encoding] = {}
+    @property
+    def _index(self) -> int:
+        return group_of(self.rank, self.replicas)
 
     def route(self, member: int) -> Route:
         """Make the process groups of one member per replica, unless they are there (collective; not on a thread)."""
-        if self._columns:
-            columns = [self._groups.bulk(f"{self._purpose}, column {list(own)}", own) for own in self._columns]
-            everyone = self._groups.get(f"{self._purpose}, distances", sorted(chain(*self._replicas)))
-            return Route(everyone, None, self._rank, tuple(columns))
-        members = [ranks[member % len(ranks)] for ranks in self._replicas]
+        if self.columns:
+            columns = [self.groups.bulk(f"{self.purpose}, column {list(own)}", own) for own in self.columns]
+            everyone = self.groups.get(f"{self.purpose}, distances", sorted(chain(*self.replicas)))
+            return Route(everyone, None, self.rank, tuple(columns))
+        members = [ranks[member % len(ranks)] for ranks in self.replicas]
         active, across = members[self._index], None
-        if self._rank == active:
-            across = self._groups.bulk(f"{self._purpose}, across replicas, member {member}", members)
-        inner = self._groups.bulk(f"{self._purpose}, within a replica", self._replicas[self._index])
+        if self.rank == active:
+            across = self.groups.bulk(f"{self.purpose}, across replicas, member {member}", members)
+        inner = self.groups.bulk(f"{self.purpose}, within a replica", self.replicas[self._index])
         return Route(across, inner, active)
 
     def average(self, own: Contribution, out: Sequence[Tensor], want: AveragePart, route: Route) -> Average:
@@ -190,13 +186,13 @@ class ReplicaAllReduce:
         table = self._exchange_distances(own, parts[self._index].item(), totals, route)
         squares, payloads = table.unbind(1)
         healthy = squares.isfinite()
-        if not healthy.all() and not (self._skip and (parts[healthy] > 0).any()):
+        if not healthy.all() and not (self.skip and (parts[healthy] > 0).any()):
             raise NotFiniteError([i for i, well in enumerate(healthy.tolist()) if not well])
         counted = parts[healthy].sum().item()
         displacement = (parts[healthy] @ squares[healthy]).item() / counted
         arrived = 0.0
         for i, (value, old, new) in enumerate(zip(own.values, own.reference, out, strict=True)):
-            if self._rank == route.active:
+            if self.rank == route.active:
                 total = totals[i] if healthy[self._index] else totals[i].zero_()
                 totals[i] = self._sum_over_replicas(route, total, own, i)
             self._broadcast(totals[i], route)
@@ -206,7 +202,7 @@ class ReplicaAllReduce:
             away_from = value if want == "away" else None
             arrived += self._arrive(totals[i], origin, new, 1 / counted, away_from)
         if route.columns:  # this rank knows a part of it
-            arrived = _summed(arrived, route.across) / len(self._replicas)
+            arrived = _summed(arrived, route.across) / len(self.replicas)
         variance = displacement - arrived
         mean, difference = ([], list(out)) if want == "difference" else (list(out), [])
         away = list(own.values) if want == "away" else []
@@ -225,8 +221,8 @@ class ReplicaAllReduce:
         Returns:
             A row of each replica: its squared distance from the reference, its payload.
         """
-        table = torch.empty(len(self._replicas), 2, dtype=torch.float64)
-        if self._rank == route.active:
+        table = torch.empty(len(self.replicas), 2, dtype=torch.float64)
+        if self.rank == route.active:
             square = 0.0
             for value, old, total in zip(own.values, own.reference, totals, strict=True):
                 square += self._differ(value, old, total, part)
@@ -234,9 +230,9 @@ class ReplicaAllReduce:
             if route.across is None:
                 table[0] = row
             elif route.columns:  # of each replica the sum over its shards, and the payload of its leader
-                rows = row.new_empty(sum(map(len, self._replicas)), 2)
+                rows = row.new_empty(sum(map(len, self.replicas)), 2)
                 dist.all_gather(list(rows), row, group=route.across)
-                for i, ranks in enumerate(self._replicas):
+                for i, ranks in enumerate(self.replicas):
                     table[i, 0], table[i, 1] = rows[list(ranks), 0].sum(), rows[ranks[0], 1]
             else:
                 dist.all_gather(list(table), row, group=route.across)
@@ -247,10 +243,10 @@ class ReplicaAllReduce:
         """The sum of the ``i``-th vectors of all replicas; ``own`` is overwritten."""
         if not route.columns:
             return own if route.across is None else self._sum(route.across, own, part.feedback, i)
-        if self._cut is None:
+        if self.cut is None:
             [everyone] = route.columns
             return own if everyone is None else self._sum(everyone, own, part.feedback, i)
-        columns = LayoutInColumns(part.layout or self.layout, self._cut)
+        columns = LayoutInColumns(part.layout or self.layout, self.cut)
         if len(own) != columns.sizes[i]:
             raise HeteroError(
                 f"a vector of {len(own)} values was to be exchanged between replicas of unequal size, and vector {i} "
@@ -272,8 +268,8 @@ class ReplicaAllReduce:
     def _sum(self, group: dist.ProcessGroup, own: Tensor, feedback: Feedback | None, i: int) -> Tensor:
         """The sum of the ``i``-th vectors; see :func:`sum_over` and :func:`encoded_sum`."""
         if feedback is None:
-            if self._on_devices is not None and own.dtype.itemsize > 2 and self._on_devices.is_faster(group):
-                return self._on_devices.sum(own)
+            if self.on_devices is not None and own.dtype.itemsize > 2 and self.on_devices.is_faster(group):
+                return self.on_devices.sum(own)
             return sum_over(group, own, self._pool)
         if feedback.wire not in self._encodings:
             self._encodings[feedback.wire] = low_bit_encoding(feedback.wire)
@@ -392,14 +388,12 @@ class ReplicaLinks:
         cut: Cut | None = None,
     ) -> None:
         skip = on_nan == "skip"
-        self._another = partial(ReplicaAllReduce, groups=groups, skip=skip, columns=columns, cut=cut)
-        self._foreground = self._another(rank, replicas, purpose="averages", on_devices=on_devices)
-        self._background = self._another(rank, replicas, purpose="averages in the background")
+        self._foreground = ReplicaAllReduce(rank, replicas, groups, skip, columns, cut, "averages", on_devices)
+        self._background = replace(self._foreground, purpose="averages in the background", on_devices=None)
         self._groups, self._replicas = groups, replicas
         self.index, self.count = group_of(rank, replicas), len(replicas)
         self._rank, self._ranks = rank, (rank,) if columns else replicas[self.index]
-        self._columns, self._cut = columns, cut
-        self._peers = columns[0] if columns else [ranks[0] for ranks in replicas]  # those that speak for replicas
+        self._columns, self._cut = list(map(tuple, columns)), cut
         self.is_leader = rank == self._ranks[0]
         self.members = 1 if columns else max(len(ranks) for ranks in replicas)
         self.traffic = Traffic()
@@ -412,7 +406,11 @@ class ReplicaLinks:
     @property
     def columns(self) -> list[tuple[int, ...]]:
         """The ranks, one of each replica, with which this one exchanges vectors, or parts of them; if it does."""
-        return list(map(tuple, self._columns)) or [tuple(self._peers)][: self.is_leader]
+        return self._columns or [self._leaders][: self.is_leader]
+
+    @property
+    def _leaders(self) -> tuple[int, ...]:
+        return tuple(ranks[0] for ranks in self._replicas)
 
     @property
     def in_columns(self) -> LayoutInColumns | None:
@@ -440,7 +438,7 @@ class ReplicaLinks:
         Args:
             values: of this rank, one for each of its columns; one where it has no shard.
         """
-        columns = [tuple(ranks) for ranks in self._columns or [self._peers]]
+        columns = self._columns or [self._leaders]
         everyone = self.gather(dict(zip(columns, values, strict=True)))
         return [[everyone[rank][ranks] for rank in ranks] for ranks in columns]
 
@@ -561,7 +559,7 @@ class ReplicaLinks:
         Returns:
             A function of what this replica brings, and of where to write the mean. It blocks.
         """
-        apart = self._another(self._rank, replicas, purpose="averages apart")
+        apart = replace(self._background, replicas=replicas, purpose="averages apart")
         route = apart.route(0)
 
         def average(own: Contribution, out: Sequence[Tensor]) -> Average:
@@ -648,8 +646,8 @@ class ReplicaLinks:
         self.traffic.skipped += [i for i, healthy in enumerate(average.healthy) if not healthy]
 
 
-class Exchange:
-    """An average that is being taken in the background.
+class Exchange(Background[Average]):
+    """An average that is being taken in the background. Its result counts as an exchange: ask for it once.
 
     Args:
         links: over which it runs.
@@ -659,22 +657,13 @@ class Exchange:
 
     def __init__(self, links: ReplicaLinks, work: Callable[[], Average], own: Contribution) -> None:
         self._links, self._own = links, own
-        self._background = Background(work)
+        super().__init__(work)
 
-    def result(self) -> Average:
-        """Wait for the average. Ask once."""
-        average = self._background.result()
-        self._links._account(average, self._own, self._background.seconds, self._background.waited)
+    @override
+    def result(self, seconds: float | None = None) -> Average:
+        average = super().result(seconds)
+        self._links._account(average, self._own, self.seconds, self.waited)
         return average
-
-    def wait(self) -> None:
-        """Wait for its end, well or with an error."""
-        self._background.wait()
-
-    @property
-    def seconds(self) -> float:
-        """Seconds that the average took, once it has ended."""
-        return self._background.seconds
 
 
 class DeviceAllReduce:
@@ -698,10 +687,9 @@ class DeviceAllReduce:
         """
         if self._is_faster is None:
             message = pinned(LAST, torch.float32).zero_()
+            self.sum(message)  # opens the connections
             routes = partial(dist.all_reduce, message, group=hosts), partial(self.sum, message)
-            seconds = torch.tensor([min(_timed(route, hosts) for _ in range(TRIES)) for route in routes])
-            dist.all_reduce(seconds, op=dist.ReduceOp.MAX, group=hosts)
-            on_hosts, on_devices = seconds.tolist()
+            on_hosts, on_devices = (_quickest(route, hosts, message.device) for route in routes)
             self._is_faster = on_devices < on_hosts
             rank_zero_info(
                 f"Replicas exchange {'over NCCL' if self._is_faster else 'over gloo'}: 4 MiB take "
@@ -728,13 +716,6 @@ class DeviceAllReduce:
         if (done := self._stage.ready()) is not None:
             done.synchronize()
         return own
-
-
-def _timed(route: Callable[[], object], group: dist.ProcessGroup) -> float:
-    dist.barrier(group)
-    began = time.perf_counter()
-    route()
-    return time.perf_counter() - began
 
 
 def _on_cpu(own: Contribution) -> Contribution:
@@ -800,10 +781,10 @@ def measure_all_reduce(group: dist.ProcessGroup | None, device: torch.device) ->
     """
     with deadline("measure how fast gradients travel"):
         _agreed(0.0, group, device)  # opens the connections
-        latency = _quickest(1, group, device)
+        latency = _quickest(_message(1, group, device), group, device)
         elements = FIRST
         while True:
-            seconds = _quickest(elements, group, device)
+            seconds = _quickest(_message(elements, group, device), group, device)
             if seconds - latency >= LONG or elements >= LAST:
                 return AllReduceTime(latency, max(seconds - latency, 0.0) / (4 * elements))
             elements *= 4
@@ -821,22 +802,28 @@ def all_agree(yes: bool, group: dist.ProcessGroup | None, device: torch.device) 
         return _agreed(float(not yes), group, device) == 0
 
 
-def _quickest(elements: int, group: dist.ProcessGroup | None, device: torch.device) -> float:
+def _message(elements: int, group: dist.ProcessGroup | None, device: torch.device) -> Callable[[], object]:
+    """Sends a message of some elements, and waits for it."""
+    message = torch.zeros(elements, device=device)
+
+    def send() -> None:
+        dist.all_reduce(message, group=group)
+        message[0].item()  # waits for the device
+
+    return send
+
+
+def _quickest(send: Callable[[], object], group: dist.ProcessGroup | None, device: torch.device) -> float:
+    """The fewest seconds that something has taken on the slowest rank; the same on every rank (collective)."""
     quickest = math.inf
     for _ in range(TRIES):
-        quickest = min(quickest, _seconds(elements, group, device))
+        _agreed(0.0, group, device)  # so that all begin together
+        began = time.perf_counter()
+        send()
+        quickest = min(quickest, _agreed(time.perf_counter() - began, group, device))
         if quickest >= SLOW:
             break
     return quickest
-
-
-def _seconds(elements: int, group: dist.ProcessGroup | None, device: torch.device) -> float:
-    message = torch.zeros(elements, device=device)
-    _agreed(0.0, group, device)  # so that all begin together
-    began = time.perf_counter()
-    dist.all_reduce(message, group=group)
-    message[0].item()  # waits for the device
-    return _agreed(time.perf_counter() - began, group, device)
 
 
 def _agreed(value: float, group: dist.ProcessGroup | None, device: torch.device) -> float:

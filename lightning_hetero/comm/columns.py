@@ -87,14 +87,19 @@ class LayoutInColumns:
             lengths = [sum(stop - start for _, start, stop in segments) for segments in of_values]
             yield from zip(values, part.split(lengths), strict=True)
 
-    def put(self, parts: Sequence[Sequence[Tensor]], vectors: Sequence[Tensor]) -> None:
-        """Write the parts of all columns to where :meth:`parts` takes them from.
+    def put(self, parts: Sequence[Sequence[Tensor]], out: Sequence[Tensor] | None = None) -> list[Tensor]:
+        """Vectors from their parts in all columns. Of what is in several ones, such as buffers, the first one counts.
 
-        Of what is in several columns, such as buffers, the first one counts.
+        Args:
+            parts: of each column, as :meth:`parts` gives them.
+            out: where to write the vectors. Default: new memory.
         """
+        if out is None:
+            out = [part.new_empty(size) for size, part in zip(self.sizes, parts[0], strict=True)]
         for column in reversed(range(len(parts))):
-            for i, (part, vector) in enumerate(zip(parts[column], vectors, strict=True)):
+            for i, (part, vector) in enumerate(zip(parts[column], out, strict=True)):
                 spread(part, vector, self.segments(i), column)
+        return list(out)
 
     def pieces(self, state: Any, column: int, name: str | None = None) -> Any:
         """State, with what a column exchanges in the place of its tensors.

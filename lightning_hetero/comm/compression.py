@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_hetero.comm.threads import BufferPool
+from lightning_hetero.comm.staging import BufferPool
 from lightning_hetero.errors import ConfigurationError, not_none
 
 #: Values that are worked on at a time: 1 MiB, which stays in a core's cache. With fewer, calls cost more than the work.
@@ -180,7 +180,30 @@ class Feedback:
 _HUGE = 3e38  # below the largest number in fp32; stands for the reciprocal of 0
 
 
-class Rounded(Encoding):
+class InBlocks(Encoding):
+    """A few bits of each value, and fp16 numbers for each block, times an fp32 number for the chunk, its unit.
+
+    Attributes:
+        numbers: fp16 numbers of a block.
+        per_byte: values in a byte.
+    """
+
+    numbers: int
+    per_byte: int
+
+    @override
+    def _bytes(self, length: int) -> int:
+        return 4 + 2 * self.numbers * (length // self.block) + length // self.per_byte
+
+    def _parts(self, message: Tensor, length: int) -> tuple[Tensor, Tensor, Tensor]:
+        """The unit, the numbers of the blocks, and the bytes of the values in rows of a block."""
+        blocks = length // self.block
+        body = 4 + 2 * self.numbers * blocks
+        rows = message[body : self._bytes(length)].view(blocks, self.block // self.per_byte)
+        return message[:4].view(torch.float32), message[4:body].view(torch.float16).view(blocks, self.numbers), rows
+
+
+class Rounded(InBlocks):
     """Each value as a whole number from ``-levels`` to ``levels``, times the scale of its block.
 
     The scale of a block is an fp16 number from 0 to 1, times an fp32 number for the chunk. So values may be as large
@@ -188,22 +211,10 @@ class Rounded(Encoding):
 
     Attributes:
         levels: whole numbers on each side of 0.
-        per_byte: values in a byte.
     """
 
-    block = 256
+    block, numbers = 256, 1
     levels: int
-    per_byte: int
-
-    @override
-    def _bytes(self, length: int) -> int:
-        return 4 + 2 * (length // self.block) + length // self.per_byte
-
-    def _parts(self, message: Tensor, length: int) -> tuple[Tensor, Tensor, Tensor]:
-        """The chunk's unit, the blocks' scales, and the bytes of the values in rows of a block."""
-        blocks, body = length // self.block, 4 + 2 * (length // self.block)
-        rows = message[body : self._bytes(length)].view(blocks, self.block // self.per_byte)
-        return message[:4].view(torch.float32), message[4:body].view(torch.float16).view(blocks, 1), rows
 
     @override
     def _encode(self, values: Tensor, message: Tensor) -> None:
@@ -270,7 +281,7 @@ class Int4(Rounded):
         second.copy_(torch.bitwise_right_shift(rows, 4, out=half)).sub_(8)
 
 
-class TwoBits(Encoding):
+class TwoBits(InBlocks):
     """Each value as one of four levels of its block: a sixteenth of fp32's bytes.
 
     Values are cut at their mean and at 0.98 standard deviations on both sides of it, which is best for a normal
@@ -282,20 +293,11 @@ class TwoBits(Encoding):
     """
 
     CUTS = (-0.98, 0.0, 0.98)
+    numbers = per_byte = 4
 
     def __init__(self, block: int = 4096) -> None:
         super().__init__()
         self.block = block
-
-    @override
-    def _bytes(self, length: int) -> int:
-        return 4 + 8 * (length // self.block) + length // 4
-
-    def _parts(self, message: Tensor, length: int) -> tuple[Tensor, Tensor, Tensor]:
-        """The chunk's unit, the blocks' levels, and the bytes of the values in rows of a block."""
-        blocks, body = length // self.block, 4 + 8 * (length // self.block)
-        rows = message[body : self._bytes(length)].view(blocks, self.block // 4)
-        return message[:4].view(torch.float32), message[4:body].view(torch.float16).view(blocks, 4), rows
 
     @override
     def _encode(self, values: Tensor, message: Tensor) -> None:

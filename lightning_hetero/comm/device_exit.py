@@ -21,9 +21,9 @@ MESSAGE_SECONDS = 60.0
 
 _state_lock = threading.Lock()
 _holds = False  # whether there has been a group of devices in this process
-_fits = 0  # counts beginnings and ends of fits: odd in a fit
-_exit_deadline: float | None = None  # by the monotonic clock
-_exit_message: Callable[[], str | None] | None = None  # why, when it leaves; nothing: it need not
+_fit: object | None = None  # the fit that runs
+#: When this process leaves, by the monotonic clock, and says why; nothing: it need not.
+_exit_plan: tuple[float, Callable[[], str | None]] | None = None
 _any_failed = False  # whether there was a failure, here or elsewhere: groups are not destroyed any more
 _status: int | None = None  # of this process, once an error has come to its top
 
@@ -44,16 +44,16 @@ def holds_devices() -> None:
 
 def begin_fit() -> None:
     """A fit begins, in which this process may have to leave."""
-    global _fits, _exit_deadline
+    global _fit, _exit_plan
     with _state_lock:
-        _fits, _exit_deadline = _fits + 1 + _fits % 2, None
+        _fit, _exit_plan = object(), None
 
 
 def end_fit() -> None:
     """A fit has ended, or has been left. Idempotent."""
-    global _fits, _exit_deadline
+    global _fit, _exit_plan
     with _state_lock:
-        _fits, _exit_deadline = _fits + _fits % 2, None
+        _fit = _exit_plan = None
 
 
 def another_failed(why: Callable[[], object | None]) -> None:
@@ -97,26 +97,26 @@ def leave_at_exit() -> None:
 
 
 def _leave(seconds: float, says: Callable[[], str | None]) -> None:
-    global _exit_deadline, _exit_message, _any_failed
+    global _exit_plan, _any_failed
     if not _holds:
         return
     with _state_lock:
-        if not _fits % 2:
+        if _fit is None:
             return
         _any_failed = True
-        runs, fit = _exit_deadline is not None, _fits
+        runs, fit = _exit_plan is not None, _fit
         if not runs or seconds > GRACE:  # an error of this rank's own is the better one
-            _exit_deadline, _exit_message = time.monotonic() + seconds, says
+            _exit_plan = time.monotonic() + seconds, says
     if not runs:
         threading.Thread(target=_wait_and_leave, args=(fit,), name="leave-devices", daemon=True).start()
 
 
-def _wait_and_leave(fit: int) -> None:
+def _wait_and_leave(fit: object) -> None:
     while True:
         with _state_lock:
-            at, says = _exit_deadline, _exit_message
-            if fit != _fits or at is None or says is None:
+            if fit is not _fit or _exit_plan is None:
                 return
+            at, says = _exit_plan
         if time.monotonic() >= at and (text := says()) is not None:  # not under the lock: it asks who tells of failures
             print(text, file=sys.stderr)
             _exit(1)

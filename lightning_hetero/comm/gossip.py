@@ -3,9 +3,8 @@
 import random
 import threading
 import time
-from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Sequence
 from enum import Enum
 from typing import Any, NamedTuple
 
@@ -17,13 +16,9 @@ from lightning_hetero.comm.columns import LayoutInColumns
 from lightning_hetero.comm.gossip_peers import (
     EXCHANGE,
     MessageKind,
-    PeerConnections,
-    Session,
-    others_boxes,
+    PeerTransport,
 )
-from lightning_hetero.comm.shared_memory import MappedVectors
-from lightning_hetero.comm.threads import close_at_exit
-from lightning_hetero.comm.transport import RefusedError, VectorChannel, VectorMessage, refuse_vectors
+from lightning_hetero.comm.transport import RefusedError, VectorChannel, VectorMessage
 from lightning_hetero.errors import CommunicationError
 
 ANY = -1.0  # round of an offer that any peer may take, whatever its own round
@@ -104,52 +99,6 @@ class PeerSelector:
         return [peer for peer in self.candidates if self._wanted.get(peer) == self.round_number]
 
 
-class PeerTransport(ABC):
-    """Base of the transports: a peer's connections to others, and what it offers or sends.
-
-    Args:
-        me: this peer.
-        session: what all peers share.
-        interface: address to listen on.
-        like: vectors of the sizes and dtypes to come, on the CPU.
-
-    Attributes:
-        outbox: where this peer writes what it offers or sends.
-        boxes: the same of the other peers of this host.
-        peers: the connections to others.
-    """
-
-    def __init__(self, me: int, session: Session, interface: str, like: Sequence[Tensor]) -> None:
-        self.me, self.outbox = me, MappedVectors(like)
-        self.boxes: dict[int, MappedVectors] = {}
-        self._changed = threading.Condition()  # guards what belongs to subclasses
-        self.peers = PeerConnections(me, session, interface, self._attend, self._place, self._wake)
-
-    @abstractmethod
-    def _attend(self, channel: VectorChannel, message: VectorMessage) -> None:
-        """Handle an exchange from its first message on; in a thread of the connection."""
-
-    def _place(self, kind: int) -> Sequence[Tensor]:
-        """The vectors to fill, for a first message that comes with vectors."""
-        return refuse_vectors(kind)
-
-    def _wake(self) -> None:
-        with self._changed:
-            self._changed.notify_all()
-
-    def set_outboxes(self, paths: Mapping[int, str]) -> None:
-        """Learn where the peers of this host write their values."""
-        self.boxes = others_boxes(self.outbox, paths)
-
-    def lose(self, peer: int) -> None:
-        """Go on without a peer."""
-        self.peers.lose(peer)
-
-    def close(self) -> None:
-        """Close all connections; idempotent."""
-        self.peers.close()
-
-
 class PairResult(NamedTuple):
     """Result of an exchange with a peer.
 
@@ -170,127 +119,56 @@ class PeerMovedOnError(Exception):
     """The peer that was asked has gone on to a later round."""
 
 
-class PairExchange:
-    """Exchanges values with a peer, in six messages: ``ASK, YES; SWAP, SWAP; COMMIT, DONE``.
-
-    The two in the middle travel at the same time. The peer that was asked counts the exchange when ``COMMIT`` comes, if
-    that is in time. The one that asked counts it when ``DONE`` comes. If ``DONE`` does not come, it connects again and
-    asks whether the exchange has counted. So both count it or neither does. Only a peer that dies in this moment, or is
-    frozen for longer than that, may leave the other with a wrong answer.
-
-    Peers of one host write their values into shared memory. The messages are the same, without vectors.
-
-    Args:
-        transport: with what this peer offers.
-    """
-
-    def __init__(self, transport: PeerTransport) -> None:
-        self._transport, self._peers = transport, transport.peers
-        self.inbox = [torch.empty_like(value) for value in transport.outbox.vectors]
-        self._number = float(time.time_ns() // 1000)  # of the exchanges that this peer asks for
-
-    def ask(self, peer: int, round_number: float, weight: float, agreed: Callable[[], bool]) -> PairResult | None:
-        """Ask a peer for an exchange, and exchange.
-
-        Args:
-            peer: the one to ask.
-            round_number: of this peer's offer.
-            weight: of this peer.
-            agreed: called when the peer has said yes. ``False``: this peer no longer wants to.
-
-        Returns:
-            ``None``: the peer has said no.
-
-        Raises:
-            PeerMovedOnError: the peer has gone on to a later round.
-            OSError: the exchange broke off, or was too late. It does not count.
-            RefusedError: a message came that must not be believed. The exchange does not count.
-        """
-        self._number += 1
-        channel, numbers = self._peers.channel(peer), (round_number, weight, self._number)
-        sent = channel.send(MessageKind.ASK, numbers, (), self._peers.deadline_in())
-        reply = channel.receive(refuse_vectors, self._peers.deadline_in())
-        if reply.kind != MessageKind.YES:
-            if reply.numbers and round_number != ANY and reply.numbers[0] > round_number:
-                raise PeerMovedOnError
-            return None
-        if not agreed():
-            raise RefusedError("uninvited")
-        weight, more = self._swap(channel, peer, numbers, 2)
-        sent += more + self._peers.commit(channel, peer, self._number)
-        self._peers.liveness.met(peer)
-        return PairResult(peer, weight, self.inbox, sent)
-
-    def answer(self, channel: VectorChannel, peer: int, number: float, offer: tuple[float, float]) -> PairResult:
-        """Exchange with a peer that has asked, until it is to be told that the exchange is done.
-
-        Args:
-            channel: over which it asked.
-            peer: the one that asked.
-            number: that it gave the exchange.
-            offer: the round of this peer's offer, and this peer's weight.
-
-        Raises:
-            OSError: the exchange broke off, or was too late. It does not count.
-            RefusedError: a message came that must not be believed. The exchange does not count.
-        """
-        sent = channel.send(MessageKind.YES, (), (), self._peers.deadline_in())
-        weight, more = self._swap(channel, peer, offer, 3)
-        self._peers.await_commit(channel, peer, number)
-        return PairResult(peer, weight, self.inbox, sent + more)
-
-    def _swap(self, channel: VectorChannel, peer: int, numbers: Sequence[float], expected: int) -> tuple[float, int]:
-        """Send what lies in the outbox, and fill the inbox; the peer's weight, and the bytes sent."""
-        boxes, until = self._transport.boxes, self._peers.deadline_in()
-        near = peer in boxes
-        vectors = () if near else self._transport.outbox.vectors
-        theirs, sent = channel.swap(MessageKind.SWAP, numbers, vectors, lambda _: self.inbox, until)
-        if theirs.kind != MessageKind.SWAP or len(theirs.numbers) != expected:
-            raise RefusedError("uninvited")
-        if near:
-            for own, value in zip(self.inbox, boxes[peer].vectors, strict=True):
-                own.copy_(value)
-            if time.monotonic() > until:
-                raise TimeoutError("too late")  # perhaps this process was frozen, and the peer has new values there
-        return theirs.numbers[1], sent
-
-
 _PATIENCE = 0.1  # seconds that a peer that asks waits for the answer to this peer's own question
 
 
 class _State(Enum):
     CLOSED = 1  # nothing is offered, or it has been exchanged
     OPEN = 2
-    ENGAGED = 3  # with one peer: others are refused
+    ASKING = 3  # a peer has been asked, and has not answered; in this and all that follow others are refused
+    AGREED = 4  # it has said yes
+    ANSWERING = 5  # a peer that has asked
+
+    @property
+    def engaged(self) -> bool:
+        """Whether there is one peer with which to exchange."""
+        return self not in (_State.CLOSED, _State.OPEN)
 
 
 class PairTransport(PeerTransport):
-    """Offers values, and exchanges them with one peer at a time; see :class:`PairExchange` for the messages.
+    """Offers values, and exchanges them with one peer at a time.
 
     A thread asks other peers. Other threads, one per connection, answer the questions of others.
 
+    An exchange takes six messages: ``ASK, YES; SWAP, SWAP; COMMIT, DONE``. The two in the middle travel at the same
+    time. The peer that was asked counts the exchange when ``COMMIT`` comes, if that is in time. The one that asked
+    counts it when ``DONE`` comes. If ``DONE`` does not come, it connects again and asks whether the exchange has
+    counted. So both count it or neither does. Only a peer that dies in this moment, or is frozen for longer than that,
+    may leave the other with a wrong answer.
+
+    Peers of one host write their values into shared memory. The messages are the same, without vectors.
+
     Attributes:
         misses: of each peer, exchanges with it that failed: it was late, frozen, dead or unreachable.
+        inbox: the values of a peer.
     """
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.misses = Counter[int]()
-        self._state, self._with, self._asking = _State.CLOSED, -1, False
-        self._agreed = False  # the peer that was asked has said yes
+        self._state, self._with = _State.CLOSED, -1
         self._offers = 0  # made so far
         self._failure: BaseException | None = None  # that has ended the thread that asks
         self._waiting = 0  # peers that have asked, and wait for the answer to this peer's own question
-        self._paused = self._closed = False
+        self._paused = False
         self._weight = 1.0
         self._swap: PairResult | None = None
-        self._swapping = PairExchange(self)
-        self._selector = PeerSelector(self.me, self.peers.session.deadline, self.peers.liveness)
-        close_at_exit(self)
+        self.inbox = [torch.empty_like(value) for value in self.outgoing]
+        self._selector = PeerSelector(self.me, self.session.deadline, self.liveness)
         threading.Thread(target=self._ask_until_closed, name="hetero-gossip-asker", daemon=True).start()
 
     def offer(self, weight: float, candidates: Sequence[int], round_number: float = ANY) -> None:
-        """Offer what lies in the outbox, until it is exchanged or withdrawn. Returns at once.
+        """Offer what lies in ``outgoing``, until it is exchanged or withdrawn. Returns at once.
 
         Args:
             weight: of this peer.
@@ -325,7 +203,7 @@ class PairTransport(PeerTransport):
             return self._swap if self._state is _State.CLOSED else None
 
     def _settled(self) -> bool:
-        waits = self._state is _State.ENGAGED or (self._state is _State.OPEN and self._selector.awaits)
+        waits = self._state.engaged or (self._state is _State.OPEN and self._selector.awaits)
         return not waits
 
     def withdraw(self) -> PairResult | None:
@@ -336,7 +214,7 @@ class PairTransport(PeerTransport):
             return self._swap
 
     def _wait_for_exchange(self) -> None:
-        self._changed.wait_for(lambda: self._state is not _State.ENGAGED, EXCHANGE * self.peers.session.deadline)
+        self._changed.wait_for(lambda: not self._state.engaged, EXCHANGE * self.session.deadline)
 
     def take_misses(self) -> list[int]:
         """The peers of exchanges that have failed since the last call; a peer may be there more than once."""
@@ -388,18 +266,17 @@ class PairTransport(PeerTransport):
                 round_number = self._selector.round_number
                 if peer is None:
                     continue  # it has gone in this moment
-                self._state, self._with, self._asking, self._agreed = _State.ENGAGED, peer, True, False
+                self._state, self._with = _State.ASKING, peer
             swap, missed, gone_on, began = None, False, False, time.monotonic()
             try:
-                swap = self._swapping.ask(peer, round_number, weight, self._peer_agrees)
+                swap = self._ask(peer, round_number, weight)
             except PeerMovedOnError:
                 gone_on = True
             except (OSError, RefusedError) as error:
                 missed = True
-                self.peers.failed(peer, began, error)
+                self.failed(peer, began, error)
             with self._changed:
-                if self._asking:  # else it was asked itself meanwhile, and said yes
-                    self._asking = False
+                if self._state in (_State.ASKING, _State.AGREED):  # else it was asked itself meanwhile, and said yes
                     self._end(swap)
                 if offer != self._offers:
                     continue  # exchanged when the peer asked for it: the answer says nothing about the next offer
@@ -415,12 +292,36 @@ class PairTransport(PeerTransport):
         able = self._state is _State.OPEN and bool(self._selector.asked) and not self._paused
         return self._closed or (able and not self._waiting)
 
+    def _ask(self, peer: int, round_number: float, weight: float) -> PairResult | None:
+        """Ask a peer for an exchange, and exchange; ``None``: it has said no.
+
+        Raises:
+            PeerMovedOnError: the peer has gone on to a later round.
+            OSError: the exchange broke off, or was too late. It does not count.
+            RefusedError: a message came that must not be believed. The exchange does not count.
+        """
+        channel, number = self.channel(peer), next(self.numbers)
+        numbers = round_number, weight, number
+        sent = channel.send(MessageKind.ASK, numbers)
+        reply = channel.receive()
+        if reply.kind != MessageKind.YES:
+            if reply.numbers and round_number != ANY and reply.numbers[0] > round_number:
+                raise PeerMovedOnError
+            return None
+        if not self._peer_agrees():
+            raise RefusedError("uninvited")
+        weight, more = self._exchange(channel, numbers, 2)
+        sent += more + self.commit(channel, number)
+        self.liveness.met(peer)
+        return PairResult(peer, weight, self.inbox, sent)
+
     def _peer_agrees(self) -> bool:
         """The peer that was asked has said yes; whether this one still wants to exchange with it."""
         with self._changed:
-            self._agreed |= self._asking
+            if self._state is _State.ASKING:
+                self._state = _State.AGREED
             self._changed.notify_all()
-            return self._asking
+            return self._state is _State.AGREED
 
     # -- the peer that is asked --------------------------------------------------------------------
 
@@ -429,37 +330,39 @@ class PairTransport(PeerTransport):
         if ask.kind != MessageKind.ASK or len(ask.numbers) != 3:
             raise RefusedError("uninvited")
         if not self._engage(channel.peer, ask.numbers[0]):
-            channel.send(MessageKind.NO, (self._selector.round_number,), (), self.peers.deadline_in())
+            channel.send(MessageKind.NO, (self._selector.round_number,))
             return
-        swap = None
+        swap, offer = None, (self._selector.round_number, self._weight)
         try:
-            offer = self._selector.round_number, self._weight
-            swap = self._swapping.answer(channel, channel.peer, ask.numbers[2], offer)
+            sent = channel.send(MessageKind.YES)
+            weight, more = self._exchange(channel, offer, 3)
+            self.await_commit(channel, ask.numbers[2])
+            swap = PairResult(channel.peer, weight, self.inbox, sent + more)
         finally:
             with self._changed:
                 self._end(swap)
                 if swap is None:
                     self.misses[channel.peer] += 1
-        channel.send(MessageKind.DONE, (), (), self.peers.deadline_in())
+        channel.send(MessageKind.DONE)
 
     def _engage(self, peer: int, asked_for: float) -> bool:
         """Whether this peer exchanges with one that asks for a round."""
         with self._changed:
             own = self._selector.round_number
             if asked_for >= own:  # a peer that lags behind would be waited for without success
-                self.peers.liveness.heard(peer)
+                self.liveness.heard(peer)
             if peer < self.me and self._with != peer and asked_for == own:
                 # It waits while this peer asks another. If all that ask were refused, peers that ask each other in a
                 # circle could do so forever. Only peers with a lower number wait, so they never wait in a circle.
                 self._waiting += 1
-                self._changed.wait_for(lambda: not self._asking or self._agreed, _PATIENCE)
+                self._changed.wait_for(lambda: self._state is not _State.ASKING, _PATIENCE)
                 self._waiting -= 1
                 own = self._selector.round_number
             # Of two peers that ask each other, the question of the first counts.
-            crossing = self._asking and not self._agreed and self._with == peer and peer < self.me
+            crossing = self._state is _State.ASKING and self._with == peer and peer < self.me
             willing = (self._state is _State.OPEN or crossing) and not self._paused
             if willing and asked_for == own:
-                self._state, self._with, self._asking = _State.ENGAGED, peer, False
+                self._state, self._with = _State.ANSWERING, peer
                 self._selector.met(peer)
                 return True
             self._selector.wants(peer, asked_for)
@@ -470,10 +373,24 @@ class PairTransport(PeerTransport):
 
     # -- both --------------------------------------------------------------------------------------
 
+    def _exchange(self, channel: VectorChannel, numbers: Sequence[float], expected: int) -> tuple[float, int]:
+        """Send what lies in ``outgoing``, and fill the inbox; the peer's weight, and the bytes sent."""
+        until, box = self.deadline_in(), self.boxes.get(channel.peer)
+        vectors = self.outgoing if box is None else ()
+        theirs, sent = channel.swap(MessageKind.SWAP, numbers, vectors, lambda _: self.inbox)
+        if theirs.kind != MessageKind.SWAP or len(theirs.numbers) != expected:
+            raise RefusedError("uninvited")
+        if box is not None:
+            for own, value in zip(self.inbox, box.vectors, strict=True):
+                own.copy_(value)
+        if time.monotonic() > until:  # perhaps this process was frozen, and the peer has gone on
+            raise TimeoutError("too late")
+        return theirs.numbers[1], sent
+
     def _end(self, swap: PairResult | None) -> None:
         if swap is not None:
             self._swap, self._state = swap, _State.CLOSED
-        elif self._state is _State.ENGAGED:
+        elif self._state.engaged:
             self._state = _State.OPEN
         self._changed.notify_all()
 
@@ -481,16 +398,6 @@ class PairTransport(PeerTransport):
 def part_of_the_way(theirs: float, own: float) -> float:
     """The part of the way that a replica of one weight goes towards one of another."""
     return theirs / (theirs + own) if theirs else 0.0
-
-
-class OwnVectors(NamedTuple):
-    """Vectors that no other process sees.
-
-    Attributes:
-        vectors: where this replica writes what it offers.
-    """
-
-    vectors: list[Tensor]
 
 
 class PairsInColumns:
@@ -504,19 +411,19 @@ class PairsInColumns:
         layout: cuts them into the parts.
 
     Attributes:
-        outbox: where this rank writes what it offers.
+        outgoing: where this rank writes what it offers.
     """
 
     def __init__(self, columns: Sequence[PairTransport], like: Sequence[Tensor], layout: LayoutInColumns) -> None:
         self._columns, self._layout = columns, layout
         self._found: list[PairResult | None] = []
-        self.outbox = OwnVectors([torch.empty_like(value) for value in like])
+        self.outgoing = [torch.empty_like(value) for value in like]
         self._inbox = [torch.empty_like(value) for value in like]
 
     def offer(self, weight: float, candidates: Sequence[int], round_number: float) -> None:
-        """Offer what lies in the outbox; see :meth:`PairTransport.offer`."""
+        """Offer what lies in ``outgoing``; see :meth:`PairTransport.offer`."""
         for number, column in enumerate(self._columns):
-            for place, part in zip(column.outbox.vectors, self._layout.parts(self.outbox.vectors, number), strict=True):
+            for place, part in zip(column.outgoing, self._layout.parts(self.outgoing, number), strict=True):
                 place.copy_(part)
             column.offer(weight, candidates, round_number)
 
@@ -533,7 +440,7 @@ class PairsInColumns:
 
     def _whole(self, found: Sequence[PairResult | None]) -> PairResult:
         pairs = list(zip(self._columns, found, strict=True))
-        self._layout.put([(own.outbox if swap is None else swap).vectors for own, swap in pairs], self._inbox)
+        self._layout.put([own.outgoing if swap is None else swap.vectors for own, swap in pairs], self._inbox)
         self._found, there = list(found), [swap for swap in found if swap is not None]
         return PairResult(there[0].peer, there[0].weight, self._inbox, sum(swap.sent for swap in there))
 
@@ -612,10 +519,9 @@ class PushTransport(PeerTransport):
         self._free: list[list[Tensor]] = []
         self._latest: dict[int, int] = {}  # of each peer, the latest round from which something has come
         self._missed: dict[int, int] = {}  # and the latest in which nothing had
-        self._number = float(time.time_ns() // 1000)  # of this peer's pushes
 
     def push(self, peer: int, round_number: int, weight: float) -> int | None:
-        """Give a peer what lies in the outbox; blocks.
+        """Give a peer what lies in ``outgoing``; blocks.
 
         Args:
             peer: the one to give it to.
@@ -625,26 +531,23 @@ class PushTransport(PeerTransport):
         Returns:
             The bytes sent over the network; ``None``: the vectors have not gone.
         """
-        sent, began = None, time.monotonic()
-        if peer in self.peers.liveness:
-            try:
-                sent = self._push(peer, round_number, weight)
-            except (OSError, RefusedError) as error:
-                self.peers.failed(peer, began, error)
-        return sent
-
-    def _push(self, peer: int, round_number: int, weight: float) -> int | None:
-        channel = self.peers.channel(peer)
-        vectors = self.outbox.vectors if weight and peer not in self.boxes else ()
-        self._number += 1
-        sent = channel.send(MessageKind.PUSH, (round_number, weight, self._number), vectors, self.peers.deadline_in())
-        answer = channel.receive(refuse_vectors, self.peers.deadline_in()).kind
-        if answer == MessageKind.NO:
+        if peer not in self.liveness:
             return None
-        if answer != MessageKind.YES:
-            raise RefusedError("uninvited")
-        sent += self.peers.commit(channel, peer, self._number)
-        self.peers.liveness.met(peer)
+        began = time.monotonic()
+        try:
+            channel, number = self.channel(peer), next(self.numbers)
+            vectors = self.outgoing if weight and peer not in self.boxes else ()
+            sent = channel.send(MessageKind.PUSH, (round_number, weight, number), vectors)
+            answer = channel.receive().kind
+            if answer == MessageKind.NO:
+                return None
+            if answer != MessageKind.YES:
+                raise RefusedError("uninvited")
+            sent += self.commit(channel, number)
+        except (OSError, RefusedError) as error:
+            self.failed(peer, began, error)
+            return None
+        self.liveness.met(peer)
         return sent
 
     def collect(self, round_number: int, sources: Sequence[int], wait: float) -> list[ReceivedPush]:
@@ -665,13 +568,13 @@ class PushTransport(PeerTransport):
             return [peer for peer in sources if self._latest.get(peer, -1) < round_number]
 
         def awaited() -> list[int]:
-            there = self.peers.liveness
+            there = self.liveness
             return [p for p in missing() if p in there and self._latest.get(p, -1) >= self._missed.get(p, -1)]
 
         with self._changed:
             self._changed.wait_for(lambda: not awaited(), wait)
             self._missed.update(dict.fromkeys(missing(), round_number))
-            later = range(round_number + 1, round_number + self.peers.count + 1)
+            later = range(round_number + 1, round_number + self.count + 1)
             taken = sorted((p for p in self._arrived if p.round_number not in later), key=lambda push: push[:2][::-1])
             self._arrived = [push for push in self._arrived if push.round_number in later]
             return taken
@@ -716,26 +619,28 @@ class PushTransport(PeerTransport):
             for own, value in zip(vectors, self.boxes[channel.peer].vectors, strict=True):
                 own.copy_(value)
         came = ReceivedPush(channel.peer, int(round_number), weight, vectors)
-        self.peers.liveness.heard(channel.peer)
+        self.liveness.heard(channel.peer)
         if self._full(channel.peer):
             self.recycle([came])
-            channel.send(MessageKind.NO, (), (), self.peers.deadline_in())
+            channel.send(MessageKind.NO)
             return
-        channel.send(MessageKind.YES, (), (), self.peers.deadline_in())
-        self.peers.await_commit(channel, channel.peer, number)
+        channel.send(MessageKind.YES)
+        self.await_commit(channel, number)
         with self._changed:
             self._arrive(came)
             self._changed.notify_all()
-        channel.send(MessageKind.DONE, (), (), self.peers.deadline_in())
+        channel.send(MessageKind.DONE)
 
     def _full(self, peer: int) -> bool:
         with self._changed:
-            return sum(push.peer == peer for push in self._arrived) > self.peers.count
+            return sum(push.peer == peer for push in self._arrived) > self.count
 
     @override
     def _place(self, kind: int) -> Sequence[Tensor]:
-        return self._memory() if kind == MessageKind.PUSH else refuse_vectors(kind)
+        if kind != MessageKind.PUSH:
+            raise RefusedError("uninvited")
+        return self._memory()
 
     def _memory(self) -> list[Tensor]:
         with self._changed:
-            return self._free.pop() if self._free else [torch.empty_like(v) for v in self.outbox.vectors]
+            return self._free.pop() if self._free else [torch.empty_like(v) for v in self.outgoing]

@@ -77,8 +77,8 @@ class PeerClient(Generic[T]):
         self.links, self.met, self.missed, self.distance = links, met, missed, 0.0
         self._origin, self._narrow, self._deadline = origin, DTYPES[wire], deadline
         self.transport: T | None = transport
-        # The leader, who sends it, lays it out straight in the outbox.
-        self.outgoing: Sequence[Tensor] = _like(origin, wire) if transport is None else transport.outbox.vectors
+        # The leader, who sends it, lays it out straight where it is sent from.
+        self.outgoing: Sequence[Tensor] = _like(origin, wire) if transport is None else transport.outgoing
 
     def lay_out(self, values: Sequence[Tensor], origins: float = 1.0, divisor: int = 1) -> None:
         """Write values where they are sent from, in the format of the wire.
@@ -243,8 +243,7 @@ class PushClient(PeerClient[PushTransport]):
             self.miss(peer)
             return False
         self.met[peer] += 1
-        self.links.traffic.exchanges += 1
-        self.links.traffic.bytes += int(bytes_sent)
+        self.links.traffic.add(int(bytes_sent), 0.0, 0.0)  # the seconds are counted already
         return True
 
     @contextmanager
@@ -378,12 +377,7 @@ class PushClients(list[PushClient]):
             parts: of all columns.
             out: where to write them, unless there is one column. Default: new memory.
         """
-        if self.cut is None:
-            return list(parts[0])
-        sizes = zip(self.cut.sizes, parts[0], strict=True)
-        vectors = [torch.empty(size, dtype=part.dtype) for size, part in sizes] if out is None else list(out)
-        self.cut.put(parts, vectors)
-        return vectors
+        return list(parts[0]) if self.cut is None else self.cut.put(parts, out)
 
     def waiting(self, remove: bool = False) -> list[list[ReceivedPush]]:
         """Of each column the pushes that have come, once nothing is on its way any more (collective over all ranks).
@@ -435,12 +429,12 @@ def _connected(kind: type[T], endpoint: Endpoint, links: ReplicaLinks, like: Seq
             parts = like if layout is None else layout.parts(like, number)
             mine[ranks] = kind(links.index, session, endpoint.interface, parts)
             opened.callback(mine[ranks].close)
-        own = {ranks: (one.peers.address, endpoint.host, one.outbox.path) for ranks, one in mine.items()}
+        own = {ranks: (one.address, endpoint.host, one.outbox.path) for ranks, one in mine.items()}
         everyone = links.gather(own)
         problem = _unreachable([(host, address) for cards in everyone for address, host, _ in cards.values()])
         for ranks, one in mine.items() if problem is None else ():
             cards = {peer: everyone[rank][ranks] for peer, rank in enumerate(ranks)}
-            one.peers.know({peer: address for peer, (address, *_) in cards.items()})
+            one.know({peer: address for peer, (address, *_) in cards.items()})
             paths = {peer: path for peer, (_, host, path) in cards.items() if host == endpoint.host}
             del paths[links.index]
             try:

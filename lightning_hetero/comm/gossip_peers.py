@@ -2,8 +2,10 @@
 
 import hashlib
 import hmac
+import itertools
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -21,7 +23,6 @@ from lightning_hetero.comm.transport import (
     VectorChannel,
     VectorMessage,
     connect,
-    refuse_vectors,
 )
 from lightning_hetero.errors import DisagreementError
 
@@ -182,37 +183,33 @@ class Session(NamedTuple):
     deadline: float
 
 
-class PeerConnections:
-    """Listens for connections, and connects to other peers.
+class PeerTransport(ABC):
+    """Base of the transports: a peer's connections to others, for which it listens, and what it offers or sends.
 
     Args:
         me: this peer.
         session: what all peers share.
         interface: address to listen on, of the network between the peers.
-        attend: handles an exchange from its first message on; called in a thread of its own.
-        into: gives the vectors to fill, for a first message that comes with vectors.
-        changed: called when a peer can be reached now, or no longer.
+        like: vectors of the sizes and dtypes to come, on the CPU.
 
     Attributes:
         address: where others reach this peer.
         liveness: which peers can be reached.
         refused: number of messages that were refused, by reason.
         ledger: exchanges that have counted here.
+        numbers: of the exchanges that this peer asks for.
+        outbox: memory that the other peers of this host see.
+        outgoing: the vectors in it, where this peer writes what it offers or sends.
+        boxes: the same memory of the other peers of this host.
     """
 
-    def __init__(
-        self,
-        me: int,
-        session: Session,
-        interface: str,
-        attend: Callable[[VectorChannel, VectorMessage], None],
-        into: Callable[[int], Sequence[Tensor]] = refuse_vectors,
-        changed: Callable[[], None] = lambda: None,
-    ) -> None:
+    def __init__(self, me: int, session: Session, interface: str, like: Sequence[Tensor]) -> None:
         self.me, self.session, self.refused = me, session, Counter[str]()
-        self.ledger = ExchangeLedger()
-        self._attend, self._into = attend, into
-        self.liveness = PeerLiveness(lambda peer: self._connect(peer).close(), session.deadline, changed)
+        self.outbox, self.boxes = MappedVectors(like), dict[int, MappedVectors]()
+        self.outgoing = self.outbox.vectors
+        self._changed = threading.Condition()  # guards what belongs to subclasses
+        self.ledger, self.numbers = ExchangeLedger(), itertools.count(float(time.time_ns() // 1000))
+        self.liveness = PeerLiveness(lambda peer: self._connect(peer).close(), session.deadline, self._wake)
         self._addresses: dict[int, HostPort] = {}
         # Of the secret, not the secret itself: the first line of a connection can be read on the way.
         self._greeting = hmac.digest(session.token, b"connect", hashlib.sha256).hex()
@@ -224,6 +221,33 @@ class PeerConnections:
         self._closed = False
         close_at_exit(self)
         threading.Thread(target=self._listen, name="hetero-gossip-listener", daemon=True).start()
+
+    @abstractmethod
+    def _attend(self, channel: VectorChannel, message: VectorMessage) -> None:
+        """Handle an exchange from its first message on; in a thread of the connection."""
+
+    def _place(self, kind: int) -> Sequence[Tensor]:
+        """The vectors to fill, for a first message that comes with vectors."""
+        raise RefusedError("uninvited")
+
+    def _wake(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
+
+    def set_outboxes(self, paths: Mapping[int, str]) -> None:
+        """Learn where the peers of this host write their values.
+
+        Raises:
+            DisagreementError: one cannot be opened, or holds another model.
+        """
+        for peer, path in paths.items():
+            try:
+                self.boxes[peer] = MappedVectors(self.outgoing, path)
+            except (OSError, ValueError) as error:
+                raise DisagreementError(
+                    f"replica {peer}'s values cannot be read in shared memory: {error}. It has another model, or lives "
+                    "elsewhere under the same host name: give hosts, or containers, names of their own."
+                ) from error
 
     def know(self, addresses: Mapping[int, HostPort]) -> None:
         """Learn the addresses of all peers."""
@@ -260,7 +284,7 @@ class PeerConnections:
         except ConnectionRefusedError:  # the process has ended
             self.liveness.ended(peer)
             raise
-        channel = VectorChannel(connection, self.session.token, peer)
+        channel = VectorChannel(connection, self.session.token, peer, self.session.deadline)
         try:
             with self._known(channel):
                 channel.begin(False, deadline)
@@ -305,7 +329,7 @@ class PeerConnections:
         """The time in so many deadlines from now, by ``time.monotonic()``."""
         return time.monotonic() + times * self.session.deadline
 
-    def commit(self, channel: VectorChannel, peer: int, number: float) -> int:
+    def commit(self, channel: VectorChannel, number: float) -> int:
         """End an exchange that this peer began, once it has received everything.
 
         Returns:
@@ -316,13 +340,13 @@ class PeerConnections:
         """
         sent, done = 0, False
         with suppress(OSError, RefusedError):
-            sent = channel.send(MessageKind.COMMIT, (), (), self.deadline_in())
-            done = channel.receive(refuse_vectors, self.deadline_in(2)).kind == MessageKind.DONE
-        if not done and not self.counted(peer, number):
+            sent = channel.send(MessageKind.COMMIT)
+            done = channel.receive(times=2).kind == MessageKind.DONE
+        if not done and not self.counted(channel.peer, number):
             raise TimeoutError("too late")
         return sent
 
-    def await_commit(self, channel: VectorChannel, peer: int, number: float) -> None:
+    def await_commit(self, channel: VectorChannel, number: float) -> None:
         """Wait until the peer that began an exchange has received everything, then count it.
 
         Raises:
@@ -330,9 +354,9 @@ class PeerConnections:
             RefusedError: another message came.
         """
         until = self.deadline_in()
-        if channel.receive(refuse_vectors, until).kind != MessageKind.COMMIT:
+        if channel.receive().kind != MessageKind.COMMIT:
             raise RefusedError("uninvited")
-        if time.monotonic() > until or not self.ledger.count(peer, number):
+        if time.monotonic() > until or not self.ledger.count(channel.peer, number):
             raise TimeoutError("too late")  # perhaps this process was frozen
 
     def counted(self, peer: int, number: float) -> bool:
@@ -342,8 +366,8 @@ class PeerConnections:
             self.drop(peer)
             try:
                 channel = self.channel(peer)
-                channel.send(MessageKind.COUNTED, (number,), (), self.deadline_in())
-                return channel.receive(refuse_vectors, self.deadline_in()).kind == MessageKind.YES
+                channel.send(MessageKind.COUNTED, (number,))
+                return channel.receive().kind == MessageKind.YES
             except ConnectionRefusedError:
                 return False  # it has ended
             except (OSError, RefusedError):
@@ -367,7 +391,7 @@ class PeerConnections:
     def _listen(self) -> None:
         while not self._closed:
             for connection, peer in self._listener.accept(_LOOK):
-                channel = VectorChannel(connection, self.session.token, peer)
+                channel = VectorChannel(connection, self.session.token, peer, self.session.deadline)
                 threading.Thread(target=self._welcome, args=(channel,), name="hetero-gossip", daemon=True).start()
         self._listener.end()
 
@@ -387,13 +411,13 @@ class PeerConnections:
 
     def _converse(self, channel: VectorChannel) -> None:
         """Handle what a peer begins, until it closes the connection."""
-        first: float | None = self.deadline_in()
+        times: float | None = 1.0
         while not self._closed:
-            message = channel.receive(self._into, first)
-            first = None  # a known peer may be silent between two exchanges
+            message = channel.receive(self._place, times)
+            times = None  # a known peer may be silent between two exchanges
             if message.kind == MessageKind.COUNTED and len(message.numbers) == 1:
                 counted = self.ledger.settle(channel.peer, message.numbers[0])
-                channel.send(MessageKind.YES if counted else MessageKind.NO, (), (), self.deadline_in())
+                channel.send(MessageKind.YES if counted else MessageKind.NO)
             else:
                 self._attend(channel, message)
 
@@ -406,21 +430,3 @@ class PeerConnections:
         self._listener.close()
         for channel in channels:
             channel.close()
-
-
-def others_boxes(own: MappedVectors, paths: Mapping[int, str]) -> dict[int, MappedVectors]:
-    """The outboxes of other peers of this host.
-
-    Raises:
-        DisagreementError: one cannot be opened, or holds another model.
-    """
-    boxes = {}
-    for peer, path in paths.items():
-        try:
-            boxes[peer] = MappedVectors(own.vectors, path)
-        except (OSError, ValueError) as error:
-            raise DisagreementError(
-                f"replica {peer}'s values cannot be read in shared memory: {error}. It has another model, or lives "
-                "elsewhere under the same host name: give hosts, or containers, names of their own."
-            ) from error
-    return boxes

@@ -23,8 +23,8 @@ from lightning_hetero.comm.compression import (
     encoding_of,
     low_bit_encoding,
 )
-from lightning_hetero.comm.staging import pinned, stage_of
-from lightning_hetero.comm.threads import Background, BufferPool
+from lightning_hetero.comm.staging import BufferPool, pinned, stage_of
+from lightning_hetero.comm.threads import Worker
 from lightning_hetero.errors import ConfigurationError, UnsupportedError
 
 POWER_SGD = "powersgd"
@@ -331,7 +331,8 @@ class GradientWire:
         self._lock = threading.Lock()
         self._waiting: list[_PendingBucket] = []  # buckets
         self._absent: list[int] = []  # of each bundle, gradients that have yet to come
-        self._latest: Background[None] | None = None
+        self._errors: list[BaseException] = []  # of this backward pass
+        self._worker = Worker("gradients")
         self._not_finite: set[int] = set()  # bundles
         self.used = False  # whether anything may have been left out
 
@@ -366,7 +367,7 @@ class GradientWire:
     def _begin(self) -> None:
         """A backward pass begins."""
         self._absent = [len(bundle.parameters) for bundle in self.bundles]
-        self._latest, self._waiting, self.used = None, [], True
+        self._errors, self._waiting, self.used = [], [], True
         if self._not_finite:
             for number in self._not_finite:
                 self._means[number].reset()
@@ -374,24 +375,20 @@ class GradientWire:
             self.say_dropped("a gradient was not finite")
 
     def _start(self, number: int) -> None:
-        """Take the means of a bundle, after those that were started before."""
-        before, copied = self._latest, self._copied
+        """Take the means of a bundle, after those that were started before; none after one that has failed."""
+        errors, copied = self._errors, self._copied
 
         def take() -> None:
-            error: BaseException | None = None
             try:
-                if before is not None:
-                    before.result()
-                if copied is not None:
-                    copied.synchronize()
-                self._take(number)
-            except BaseException as caught:
-                error = caught
-                raise
-            finally:
-                self._arrived(number, error)
+                if not errors:
+                    if copied is not None:
+                        copied.synchronize()
+                    self._take(number)
+            except BaseException as error:
+                errors.append(error)
+            self._arrived(number, errors[0] if errors else None)
 
-        self._latest = Background(take)
+        self._worker.call(take)
 
     @torch.no_grad()
     def _take(self, number: int) -> None:

@@ -22,7 +22,7 @@ from torch.futures import Future
 from lightning_hetero.comm import device_exit, failures
 from lightning_hetero.comm.agreement import gather, hash_of
 from lightning_hetero.comm.failures import deadline
-from lightning_hetero.comm.shared_memory import ALIGNED, PART, SHARED, SharedBuffers, share_memory, slice_of
+from lightning_hetero.comm.shared_memory import PART, SHARED, SharedBuffers, mean_of_rows, share_memory
 from lightning_hetero.comm.staging import HostStage, as_vector
 from lightning_hetero.comm.stores import clone_store
 from lightning_hetero.comm.threads import THREADS, Worker, close_at_exit, record_sockets, value_or_error
@@ -46,24 +46,58 @@ def unregister(group: dist.ProcessGroup) -> None:
     distributed_c10d._world.pg_group_ranks.pop(group, None)
 
 
+class ForwardingGroup(dist.ProcessGroup):
+    """A process group of our own class: what it does not do itself goes over another group of the same ranks.
+
+    Args:
+        rank: of this process in it.
+        size: number of its ranks.
+        group: the other group, if it is there already.
+    """
+
+    def __init__(self, rank: int, size: int, group: dist.ProcessGroup | None = None) -> None:
+        super().__init__(rank, size)  # type: ignore[call-arg]
+        self._group = group
+
+
+#: What PyTorch asks of a group; the longer names from 2.13 on.
+_COLLECTIVES = (
+    *("allreduce", "allreduce_coalesced", "broadcast", "barrier", "gather", "scatter", "reduce", "send", "recv"),
+    *("allgather", "allgather_coalesced", "allgather_into_tensor_coalesced", "_allgather_base"),
+    *("reduce_scatter", "reduce_scatter_tensor_coalesced", "_reduce_scatter_base"),
+    *("alltoall", "alltoall_base", "all_to_all_single"),
+    *("all_gather_single", "all_gather_single_coalesced", "reduce_scatter_single", "reduce_scatter_single_coalesced"),
+)
+
+
+def _forwarded(name: str) -> Callable[..., Any]:
+    def method(self: ForwardingGroup, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self._group, name)(*args, **kwargs)
+
+    return method
+
+
+for _name in _COLLECTIVES:
+    if hasattr(dist.ProcessGroup, _name):
+        setattr(ForwardingGroup, _name, _forwarded(_name))
+
+
 ROW = 4 << 20  # bytes of a tensor that go through the memory at a time; each time ranks meet twice
-_FREE, _FULL, _DONE = b"f", b"w", b"d"
+_FREE, _FULL = b"f", b"w"
 
 #: What becomes of a row of each rank; ``out`` may be one of them.
 _REDUCE: dict[Any, Callable[..., Any]] = {
     ReduceOp.SUM: lambda rows, out: torch.sum(rows, 0, out=out),
-    ReduceOp.AVG: lambda rows, out: torch.sum(rows, 0, out=out).div_(len(rows)),
+    ReduceOp.AVG: mean_of_rows,
     ReduceOp.MAX: lambda rows, out: torch.amax(rows, 0, out=out),
     ReduceOp.MIN: lambda rows, out: torch.amin(rows, 0, out=out),
 }
 
 
-class SharedGroup(dist.ProcessGroup):
+class SharedGroup(ForwardingGroup):
     """Ranks of one host, as a process group: all-reduces and broadcasts of CPU tensors go through shared memory.
 
-    In an all-reduce every rank copies a piece of its tensor into its row, reduces a slice of all rows, and copies the
-    result out. A slice is reduced once, in the order of ranks. So the result has the same bits on all ranks and in each
-    run. Everything else goes over gloo.
+    All-reduces have the same bits on all ranks and in each run. Everything else goes over gloo.
 
     Collectives run in the thread that asks for them. As always they need the same order on all ranks.
 
@@ -73,78 +107,43 @@ class SharedGroup(dist.ProcessGroup):
     """
 
     def __init__(self, shared: SharedBuffers, group: dist.ProcessGroup) -> None:
-        super().__init__(shared.links.rank, shared.links.count)  # type: ignore[call-arg]
-        self._links, self._rows, self._result = shared
-        self._rank, self._group = shared.links.rank, group
+        super().__init__(shared.links.rank, shared.links.count, group)
+        self._shared = shared
         register(self, dist.get_process_group_ranks(group))
         close_at_exit(self)
 
     def close(self) -> None:
         """Close the connections; idempotent."""
-        self._links.close()
+        self._shared.links.close()
         unregister(self)
 
     def allreduce(self, tensors: list[Tensor], opts: Any) -> dist.Work:  # type: ignore[override]
         """Reduce over all ranks, in place."""
         reduce = _REDUCE.get(opts.reduceOp.op if hasattr(opts.reduceOp, "op") else opts.reduceOp)
         if reduce is None or any(not suits(tensor) for tensor in tensors):
-            return self._group.allreduce(tensors, opts)
+            return super().allreduce(tensors, opts)
         for piece in _pieces(tensors):
-            rows, result = self._rows[:, : piece.nbytes].view(piece.dtype), self._result[: piece.nbytes]
-            rows[self._rank].copy_(piece)
-            self._links.meet(_FULL)
-            mine = slice_of(len(piece), self._rank, len(rows), ALIGNED // piece.element_size())
-            reduce(rows[:, mine], out=result.view(piece.dtype)[mine])
-            self._links.meet(_DONE)
-            piece.copy_(result.view(piece.dtype))
+            piece.copy_(self._shared.reduced(piece, reduce))
         return _done(tensors)
 
     def broadcast(self, tensors: list[Tensor], opts: Any) -> dist.Work:  # type: ignore[override]
         """Give all ranks the tensors of one, in place."""
         if any(not suits(tensor) for tensor in tensors):
-            return self._group.broadcast(tensors, opts)
+            return super().broadcast(tensors, opts)
+        links, rows, _ = self._shared
         for piece in _pieces(tensors):
-            there = self._rows[opts.rootRank, : piece.nbytes].view(piece.dtype)
-            if self._rank == opts.rootRank:
+            there = rows[opts.rootRank, : piece.nbytes].view(piece.dtype)
+            if links.rank == opts.rootRank:
                 there.copy_(piece)
-            self._links.meet(_FULL)
-            if self._rank != opts.rootRank:
+            links.meet(_FULL)
+            if links.rank != opts.rootRank:
                 piece.copy_(there)
-            self._links.meet(_FREE)
+            links.meet(_FREE)
         return _done(tensors)
 
     def getBackendName(self) -> str:  # noqa: N802
         """For PyTorch's logs."""
         return "lightning_hetero-shared"
-
-    # -- over gloo -------------------------------------------------------------------------------------
-
-    def allgather(self, outputs: Any, inputs: Any, opts: Any) -> dist.Work:  # type: ignore[override]
-        """Gather the tensors of all ranks."""
-        return self._group.allgather(outputs, inputs, opts)
-
-    def _allgather_base(self, output: Tensor, own: Tensor, opts: Any) -> dist.Work:  # type: ignore[override]
-        return self._group._allgather_base(output, own, opts)
-
-    def all_gather_single(self, output: Tensor, own: Tensor, opts: Any) -> dist.Work:  # type: ignore[override]
-        """Gather the tensors of all ranks into one; under this name from PyTorch 2.13 on."""
-        return self._group.all_gather_single(output, own, opts)
-
-    def gather(self, outputs: Any, inputs: Any, opts: Any) -> dist.Work:  # type: ignore[override]
-        """Gather the tensors of all ranks on one of them."""
-        return self._group.gather(outputs, inputs, opts)
-
-    def send(self, tensors: list[Tensor], to: int, tag: int) -> dist.Work:
-        """Send to one rank."""
-        return self._group.send(tensors, to, tag)
-
-    def recv(self, tensors: list[Tensor], source: int, tag: int) -> dist.Work:
-        """Receive from one rank."""
-        return self._group.recv(tensors, source, tag)
-
-    def barrier(self, opts: Any = None) -> dist.Work:
-        """Wait for all ranks."""
-        return self._group.barrier(opts) if opts is not None else self._group.barrier()
 
 
 def suits(tensor: Tensor) -> bool:
@@ -182,53 +181,6 @@ def _done(tensors: list[Tensor]) -> _Work:
 Within = Literal["auto", "shm", "gloo"]
 
 
-class SharedMemoryGroups:
-    """Lets ranks of one node exchange long vectors through memory that they share.
-
-    Args:
-        nodes: where each rank lives; equal values for ranks of one node.
-        limit: longest wait for another rank.
-        way: ``"auto"``: where it is possible; ``"shm"``: the same, but an error where memory cannot be shared;
-            ``"gloo"``: never.
-    """
-
-    def __init__(self, nodes: Sequence[Hashable], limit: timedelta, way: Within) -> None:
-        self._nodes, self._limit, self._way = nodes, limit, way
-        self._said = False
-
-    def group(self, group: dist.ProcessGroup, ranks: Sequence[int]) -> SharedGroup | None:
-        """The same ranks as a group that shares memory; ``None`` if they cannot, or should not (collective over them).
-
-        Args:
-            group: over gloo.
-            ranks: its members.
-
-        Raises:
-            UnsupportedError: the ranks are of one node and asked for shared memory, and it cannot be.
-            CommunicationError: another rank did not take part in time.
-        """
-        if self._way == "gloo" or len({self._nodes[rank] for rank in ranks}) > 1 or not os.path.isdir(SHARED):
-            return None
-        try:
-            part = PART if self._way == "auto" else 1.0
-            return SharedGroup(share_memory(group, ROW, self._limit, part), group)
-        except OSError as error:
-            size = ROW * (len(ranks) + 1)
-            if self._way == "shm":
-                raise UnsupportedError(
-                    f"within='shm', but the memory cannot be shared ({error}). Exchanges of ranks {list(ranks)} need "
-                    f"{size} bytes in {SHARED} (docker run --shm-size). Set within='auto', which uses sockets then."
-                ) from error
-            if not self._said:
-                self._said = True
-                rank_zero_warn(
-                    f"Ranks {list(ranks)} exchange over sockets: the memory cannot be shared ({error}). Shared memory "
-                    f"is faster, and needs {round(size / PART)} free bytes in {SHARED} (docker run --shm-size), half "
-                    "of which it leaves. within='gloo' silences this warning."
-                )
-            return None
-
-
 _POLL = 0.05  # longest pause between two looks at who has asked for a group, seconds
 
 _ended: list[dist.ProcessGroup] = []  # groups that nobody can ask for any more
@@ -247,7 +199,9 @@ class Groups:
     Args:
         timeout: longest wait for another rank, while a group is made and in its collectives.
         name: the same on every rank, and different for each object of this class.
-        sharing: says which ranks exchange long vectors through shared memory. Default: none.
+        nodes: where each rank lives; equal values for ranks of one node.
+        within: how ranks of one node exchange long vectors. ``"auto"``: through shared memory where it is possible;
+            ``"shm"``: the same, but an error where memory cannot be shared; ``"gloo"``: over sockets.
 
     Example: the group of a replica's ranks, for the sizes of batches::
 
@@ -257,20 +211,22 @@ class Groups:
             dist.all_reduce(sizes, group=group)
     """
 
-    def __init__(self, timeout: timedelta, name: str, sharing: SharedMemoryGroups | None = None) -> None:
-        self.timeout, self._name, self._sharing = timeout, name, sharing
+    def __init__(self, timeout: timedelta, name: str, nodes: Sequence[Hashable] = (), within: Within = "gloo") -> None:
+        self.timeout, self._name, self._nodes, self._within = timeout, name, nodes, within
+        self._said = False  # that memory cannot be shared
         self._groups: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup] = {}
         self._shared: dict[tuple[str, tuple[int, ...]], SharedGroup | None] = {}
 
     @classmethod
-    def open(cls, timeout: timedelta, sharing: SharedMemoryGroups | None = None) -> "Groups":
+    def open(cls, timeout: timedelta, nodes: Sequence[Hashable] = (), within: Within = "gloo") -> "Groups":
         """Begin, without a group yet (collective over all ranks).
 
         Args:
             timeout: longest wait for another rank.
-            sharing: says which ranks exchange long vectors through shared memory. Default: none.
+            nodes: where each rank lives; as for the class, and so is the other one.
+            within: how ranks of one node exchange long vectors.
         """
-        return cls(timeout, gather(secrets.token_hex(8), "a name for the process groups")[0], sharing)
+        return cls(timeout, gather(secrets.token_hex(8), "a name for the process groups")[0], nodes, within)
 
     def get(
         self, purpose: str, ranks: Sequence[int], backend: str = "gloo", alone: bool = False
@@ -320,15 +276,38 @@ class Groups:
             UnsupportedError: a background thread is the first to ask; or ``within="shm"``, and memory cannot be shared.
         """
         key, group = (purpose, tuple(ranks)), self.get(purpose, ranks)
-        if group is None or self._sharing is None:
-            return group
+        if group is None:
+            return None
         if key not in self._shared:
             with deadline(f"share memory among ranks {list(ranks)} for {purpose!r}"):
-                shared = self._sharing.group(group, ranks)
+                shared = self._share_memory(group, ranks)
             self._shared[key] = shared
             if shared is not None:
                 weakref.finalize(self, shared.close).atexit = False
         return self._shared[key] or group
+
+    def _share_memory(self, group: dist.ProcessGroup, ranks: Sequence[int]) -> SharedGroup | None:
+        """The same ranks as a group that shares memory; ``None`` if they cannot, or should not."""
+        if self._within == "gloo" or len({self._nodes[rank] for rank in ranks}) > 1 or not os.path.isdir(SHARED):
+            return None
+        try:
+            part = PART if self._within == "auto" else 1.0
+            return SharedGroup(share_memory(group, ROW, self.timeout, part), group)
+        except OSError as error:
+            size = ROW * (len(ranks) + 1)
+            if self._within == "shm":
+                raise UnsupportedError(
+                    f"within='shm', but the memory cannot be shared ({error}). Exchanges of ranks {list(ranks)} need "
+                    f"{size} bytes in {SHARED} (docker run --shm-size). Set within='auto', which uses sockets then."
+                ) from error
+            if not self._said:
+                self._said = True
+                rank_zero_warn(
+                    f"Ranks {list(ranks)} exchange over sockets: the memory cannot be shared ({error}). Shared memory "
+                    f"is faster, and needs {round(size / PART)} free bytes in {SHARED} (docker run --shm-size), half "
+                    "of which it leaves. within='gloo' silences this warning."
+                )
+            return None
 
     def store(self, purpose: str) -> dist.Store:
         """The store of the job, which all ranks can read and write, with keys of its own for a purpose.
@@ -446,7 +425,7 @@ def end_unused() -> None:
             dist.destroy_process_group(group)
 
 
-class LastingGroup(dist.ProcessGroup):
+class LastingGroup(ForwardingGroup):
     """A process group for a device mesh: it stays the same object when its ranks are connected in another way.
 
     PyTorch keeps a mesh's groups in sharded modules, in their tensors, and in caches. A group itself ends with a job,
@@ -459,9 +438,8 @@ class LastingGroup(dist.ProcessGroup):
     """
 
     def __init__(self, name: str, rank: int, size: int) -> None:
-        super().__init__(rank, size)  # type: ignore[call-arg]
+        super().__init__(rank, size)
         self._own_name: Any = name
-        self._group: dist.ProcessGroup | None = None
 
     def connect(self, group: dist.ProcessGroup, backend: str) -> None:
         """Let the ranks be connected by a group of the same size from now on."""
@@ -481,27 +459,6 @@ class LastingGroup(dist.ProcessGroup):
         """For PyTorch's logs."""
         return "lightning_hetero-mesh"
 
-
-#: What PyTorch asks of a group that connects a mesh; the longer names from 2.13 on.
-_OF_A_MESH = (
-    *("allreduce", "allreduce_coalesced", "broadcast", "barrier", "gather", "scatter", "reduce", "send", "recv"),
-    *("allgather", "allgather_coalesced", "allgather_into_tensor_coalesced", "_allgather_base"),
-    *("reduce_scatter", "reduce_scatter_tensor_coalesced", "_reduce_scatter_base"),
-    *("alltoall", "alltoall_base", "all_to_all_single"),
-    *("all_gather_single", "all_gather_single_coalesced", "reduce_scatter_single", "reduce_scatter_single_coalesced"),
-)
-
-
-def _forwarded(name: str) -> Callable[..., Any]:
-    def method(self: LastingGroup, *args: Any, **kwargs: Any) -> Any:
-        return getattr(self._group, name)(*args, **kwargs)
-
-    return method
-
-
-for _name in _OF_A_MESH:
-    if hasattr(dist.ProcessGroup, _name):
-        setattr(LastingGroup, _name, _forwarded(_name))
 
 Island = tuple[int, ...]
 

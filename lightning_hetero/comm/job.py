@@ -23,7 +23,6 @@ from lightning_hetero.comm.groups import (
     Groups,
     LastingGroup,
     MixedGroup,
-    SharedMemoryGroups,
     Within,
     begin_world,
     default_store,
@@ -72,7 +71,7 @@ class Job:
     def __init__(self, view: View, timeout: timedelta, within: Within = "auto") -> None:
         self.view, self.timeout, self.within = view, timeout, within
         nodes = [(place.host, place.node) for place in view.places]
-        self.groups = Groups.open(timeout, SharedMemoryGroups(nodes, timeout, within))
+        self.groups = Groups.open(timeout, nodes, within)
         self._mixed: MixedGroup | None = None  # of this rank's replica
 
     @classmethod
@@ -351,6 +350,13 @@ class RendezvousAddress(NamedTuple):
         rank, world = environment.global_rank(), environment.world_size()
         return cls(environment.main_address, environment.main_port, rank, world, interface)
 
+    def __str__(self) -> str:
+        return f"{self.host}:{self.port}"
+
+    def not_joined(self, why: str) -> CommunicationError:
+        """The error of this process if it could not join; why completes "rank 1 of 4 could not join the job"."""
+        return CommunicationError(f"rank {self.rank} of {self.world} could not join the job{why}")
+
 
 def join_world(
     connect: Callable[[], None],
@@ -380,45 +386,41 @@ def join_world(
             began = time.monotonic() if began is None else began
             _await(Background(connect), began, seconds, ended, lambda: _log_waiting(address, seconds, hint))
         except _EndedError as error:
-            raise CommunicationError(
-                f"rank {address.rank} of {address.world} could not join the job: {error} before it had joined, so that "
-                "not all can come. Its own error, if it had one, is above."
+            raise address.not_joined(
+                f": {error} before it had joined, so that not all can come. Its own error, if it had one, is above."
             ) from None
         except RuntimeError as error:
             if "EADDRINUSE" not in str(error):
                 if address.rank == 0:
                     raise
-                raise CommunicationError(
-                    f"rank {address.rank} of {address.world} could not join the job at {address.host}:{address.port}: "
-                    "who holds that port is not this job's rank 0, or has ended. Look for an error of rank 0. If "
-                    "another job of this machine holds the port, set MASTER_PORT to a free one, the same for all ranks."
+                raise address.not_joined(
+                    f" at {address}: who holds that port is not this job's rank 0, or has ended. Look for an error of "
+                    "rank 0. If another job of this machine holds the port, set MASTER_PORT to a free one, the same "
+                    "for all ranks."
                 ) from error
-            raise CommunicationError(
-                f"rank {address.rank} of {address.world} could not join the job: another program of this machine, or "
-                f"another job, holds port {address.port}. Set MASTER_PORT to a free one, the same for all ranks."
+            raise address.not_joined(
+                f": another program of this machine, or another job, holds port {address.port}. Set MASTER_PORT to a "
+                "free one, the same for all ranks."
             ) from error
         except TimeoutError as error:
             if address.rank == 0:
                 why = (
-                    f"not all of the others have come to {address.host}:{address.port}. Look for an error of theirs, "
-                    "and check that they can reach this address. If this process was started again, the job seems to "
-                    "have ended: start all of its processes again."
+                    f"not all of the others have come to {address}. Look for an error of theirs, and check that they "
+                    "can reach this address. If this process was started again, the job seems to have ended: start "
+                    "all of its processes again."
                 )
             elif not _listened_to(address):
                 why = (
-                    f"nobody listens at {address.host}:{address.port}. The job seems to have ended, or its rank 0 was "
-                    "not started, or has failed: look for an error of rank 0, and start all processes of the job again."
+                    f"nobody listens at {address}. The job seems to have ended, or its rank 0 was not started, or has "
+                    "failed: look for an error of rank 0, and start all processes of the job again."
                 )
             else:
                 why = (
-                    f"rank 0 did not let it in at {address.host}:{address.port}. Look for an error of rank 0. If "
-                    "there is none, another job, or another program, may hold that port: set MASTER_PORT to a free "
-                    "one, the same for all ranks."
+                    f"rank 0 did not let it in at {address}. Look for an error of rank 0. If there is none, another "
+                    "job, or another program, may hold that port: set MASTER_PORT to a free one, the same for all "
+                    "ranks."
                 )
-            raise CommunicationError(
-                f"rank {address.rank} of {address.world} could not join the job within {seconds:g} s (the "
-                f"strategy's `timeout`): {why}"
-            ) from error
+            raise address.not_joined(f" within {seconds:g} s (the strategy's `timeout`): {why}") from error
     if not made:
         _claim_rank(address)
     with deadline("learn where failures are told"):
@@ -431,10 +433,9 @@ def _claim_rank(address: RendezvousAddress) -> None:
     with deadline("take its place in the job"):
         theirs = default_store().compare_set(f"rank {address.rank} is", "", mine).decode()
     if theirs != mine:
-        raise CommunicationError(
-            f"rank {address.rank} of {address.world} could not join the job at {address.host}:{address.port}: rank "
-            f"{address.rank} there is {theirs}, and this is {mine}. So another job holds that port. Set MASTER_PORT to "
-            "a free one, the same for all ranks."
+        raise address.not_joined(
+            f" at {address}: rank {address.rank} there is {theirs}, and this is {mine}. So another job holds that "
+            "port. Set MASTER_PORT to a free one, the same for all ranks."
         )
 
 
@@ -457,7 +458,7 @@ def _log_waiting(address: RendezvousAddress, seconds: float, hint: str) -> None:
     who = "rank 0" if address.rank else "the other ranks"
     print(
         f"lightning_hetero: rank {address.rank} of {address.world} has waited for {_LONG:g} s to meet {who} at "
-        f"{address.host}:{address.port}, and waits for up to {seconds:g} s (the strategy's `timeout`). {hint}".rstrip(),
+        f"{address}, and waits for up to {seconds:g} s (the strategy's `timeout`). {hint}".rstrip(),
         flush=True,
     )
 

@@ -146,6 +146,7 @@ def _of(rank: int, limit: float) -> Iterator[None]:
 T = TypeVar("T")
 PART = 0.5  # of the memory that is free for sharing: the most that is taken unasked
 _CONNECTED = 60.0  # seconds in which all others must have connected, unless the user's limit is shorter
+_COPIED, _REDUCED = b"c", b"s"
 
 
 class SharedBuffers(NamedTuple):
@@ -160,6 +161,31 @@ class SharedBuffers(NamedTuple):
     links: LocalLinks
     rows: Tensor
     result: Tensor
+
+    def reduced(self, values: Tensor, reduce: Callable[..., object], start: int = 0) -> Tensor:
+        """Reduce a vector over all ranks (collective).
+
+        Every rank copies its vector into its row, and reduces a slice of all rows into the result. A slice is reduced
+        once, in the order of ranks. So the result has the same bits on all ranks and in each run.
+
+        Args:
+            values: of this rank, on the CPU, contiguous.
+            reduce: writes what becomes of rows to ``out``.
+            start: the first byte of the rows to use.
+
+        Returns:
+            The result, in the shared memory.
+        """
+        span = slice(start, start + values.nbytes)
+        rows = self.rows[:, span].view(values.dtype)
+        # A tensor with a storage of its own: DDP reads the result from where its storage begins.
+        result = torch.from_numpy(self.result.numpy()[span]).view(values.dtype)
+        rows[self.links.rank].copy_(values)
+        self.links.meet(_COPIED)
+        mine = slice_of(len(values), self.links.rank, len(rows), ALIGNED // values.element_size())
+        reduce(rows[:, mine], out=result[mine])
+        self.links.meet(_REDUCED)
+        return result
 
 
 def share_memory(group: dist.ProcessGroup, size: int, limit: timedelta, part: float = 1.0) -> SharedBuffers:
@@ -264,26 +290,22 @@ def _on_all(action: Callable[[], T], group: dist.ProcessGroup) -> T:
     return value  # type: ignore[return-value]
 
 
-_COPIED, _SUMMED = b"c", b"s"
+def mean_of_rows(rows: Tensor, out: Tensor) -> Tensor:
+    """The mean of the rows of a matrix, in their order."""
+    return torch.sum(rows, 0, out=out).div_(len(rows))
 
 
 class SharedMean:
-    """A communication hook for DDP: the mean of each gradient bucket over the ranks of a group.
-
-    Every rank copies its bucket into its own row of the shared memory, sums a slice of all rows into the result, and
-    returns the result where it lies. A slice is summed once, in the order of ranks. So the mean has the same bits on
-    all ranks and in each run. Ranks tell each other over local sockets how far they are.
+    """A communication hook for DDP: the mean of each gradient bucket over the ranks of a group, in shared memory.
 
     A thread does the work, so that it overlaps with the rest of the backward pass, as with PyTorch's own hook.
 
     Args:
-        links: to the other ranks of the group.
-        rows: a row of bytes for each rank, the same shared memory in all processes.
-        result: one more such row.
+        shared: memory of the ranks of the group.
     """
 
-    def __init__(self, links: LocalLinks, rows: Tensor, result: Tensor) -> None:
-        self._links, self._rows, self._result, self._rank = links, rows, result.numpy(), links.rank
+    def __init__(self, shared: SharedBuffers) -> None:
+        self._shared = shared
         self._free = 0  # the first byte of the rows that no bucket of this backward pass has taken
         self._error: BaseException | None = None
         self._worker = Worker("shared-mean")
@@ -331,19 +353,9 @@ class SharedMean:
             self._restart()
         start = self._free
         self._free = start + -(-values.nbytes // ALIGNED) * ALIGNED
-        span = slice(start, start + values.nbytes)
-        rows = self._rows[:, span].view(values.dtype)
-        # A tensor with a storage of its own: DDP reads the result from where its storage begins.
-        result = torch.from_numpy(self._result[span]).view(values.dtype)
-        rows[self._rank].copy_(values)
-        self._links.meet(_COPIED)
-        mine = slice_of(len(values), self._rank, len(rows), ALIGNED // values.element_size())
-        torch.sum(rows[:, mine], 0, out=result[mine])
-        result[mine].div_(len(rows))
-        self._links.meet(_SUMMED)
-        return result
+        return self._shared.reduced(values, mean_of_rows, start)
 
     def close(self) -> None:
         """End the thread, and the connections."""
         self._worker.close()
-        self._links.close()
+        self._shared.links.close()

@@ -546,16 +546,17 @@ class VectorChannel:
         connection: to the other end.
         token: a secret that both ends must have; the key until :meth:`begin`.
         peer: number of the other end.
+        seconds: within which a message must be sent, or have come.
 
     Attributes:
         peer: number of the other end.
         received: number of messages that have come.
     """
 
-    def __init__(self, connection: socket.socket, token: bytes, peer: int) -> None:
+    def __init__(self, connection: socket.socket, token: bytes, peer: int, seconds: float) -> None:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         abort_too(connection)
-        self._connection, self._key, self.peer = connection, token, peer
+        self._connection, self._key, self.peer, self._seconds = connection, token, peer, seconds
         self._sent = self.received = 0  # serial numbers, too: a message that comes twice is refused
 
     def begin(self, draws: bool, deadline: float) -> None:
@@ -576,14 +577,13 @@ class VectorChannel:
             self._fill(memoryview(drawn), deadline)
         self._key = hmac.digest(self._key, drawn, hashlib.sha256)[:KEY_BYTES]
 
-    def send(self, kind: int, numbers: Sequence[float], vectors: Sequence[Tensor], deadline: float) -> int:
+    def send(self, kind: int, numbers: Sequence[float] = (), vectors: Sequence[Tensor] = ()) -> int:
         """Send a message.
 
         Args:
             kind: of the message.
             numbers: at most 64.
             vectors: contiguous vectors on the CPU.
-            deadline: time at which it must be sent, by ``time.monotonic()``.
 
         Returns:
             The bytes sent.
@@ -591,6 +591,7 @@ class VectorChannel:
         Raises:
             OSError: it could not be sent in time. The connection cannot be used any more.
         """
+        deadline = time.monotonic() + self._seconds
         parts: list[Any] = [struct.pack(f"!{len(numbers)}d", *numbers), *map(_bytes, vectors)]
         self._sent += 1
         size = sum(len(part) for part in parts[1:])
@@ -603,17 +604,20 @@ class VectorChannel:
             self._connection.sendall(part)
         return len(header) + _CHECKSUM.size + len(parts[0]) + size
 
-    def receive(self, into: Callable[[int], Sequence[Tensor]], deadline: float | None) -> VectorMessage:
+    def receive(
+        self, into: Callable[[int], Sequence[Tensor]] | None = None, times: float | None = 1.0
+    ) -> VectorMessage:
         """Receive a message.
 
         Args:
-            into: gives the vectors to fill, for a kind of message that comes with vectors.
-            deadline: time by which it must have come, by ``time.monotonic()``; ``None``: no limit.
+            into: gives the vectors to fill, for a kind of message that comes with vectors. Default: none may.
+            times: how many times the usual seconds it may take; ``None``: no limit.
 
         Raises:
             OSError: it did not come in time, or the connection has broken.
             RefusedError: it has another key, is damaged, or has come before.
         """
+        deadline = None if times is None else time.monotonic() + times * self._seconds
         head = memoryview(bytearray(_HEADER.size + _CHECKSUM.size))
         self._fill(head, deadline)
         header = head[: _HEADER.size]
@@ -623,7 +627,11 @@ class VectorChannel:
             raise RefusedError("token")
         if serial != self.received + 1:
             raise RefusedError("replayed")
-        vectors = tuple(into(kind)) if size else ()
+        vectors: tuple[Tensor, ...] = ()
+        if size:
+            if into is None:
+                raise RefusedError("uninvited")
+            vectors = tuple(into(kind))
         memories = [_bytes(vector) for vector in vectors]
         if count > _MOST_NUMBERS or size != sum(map(len, memories)):
             raise RefusedError("size")
@@ -643,7 +651,6 @@ class VectorChannel:
         numbers: Sequence[float],
         vectors: Sequence[Tensor],
         into: Callable[[int], Sequence[Tensor]],
-        deadline: float,
     ) -> tuple[VectorMessage, int]:
         """Send a message and receive one at the same time, so that both directions of a link are used.
 
@@ -652,7 +659,6 @@ class VectorChannel:
             numbers: at most 64.
             vectors: contiguous vectors on the CPU.
             into: gives the vectors to fill, for the kind of message that comes.
-            deadline: time by which both must be done, by ``time.monotonic()``.
 
         Returns:
             What has come, and the bytes sent.
@@ -661,9 +667,9 @@ class VectorChannel:
             OSError: one of them was too late, or the connection has broken. It is closed.
             RefusedError: what has come must not be believed. The connection is closed.
         """
-        sender = Background(lambda: self.send(kind, numbers, vectors, deadline))
+        sender = Background(lambda: self.send(kind, numbers, vectors))
         try:
-            message = self.receive(into, deadline)
+            message = self.receive(into)
         except BaseException:
             self.close()  # this also ends the sender
             with suppress(OSError):
@@ -690,11 +696,6 @@ class VectorChannel:
         with suppress(OSError):  # it is broken already
             self._connection.shutdown(socket.SHUT_RDWR)
         self._connection.close()
-
-
-def refuse_vectors(kind: int) -> Sequence[Tensor]:
-    """Refuse vectors, where none are expected."""
-    raise RefusedError("uninvited")
 
 
 def _bytes(vector: Tensor) -> memoryview:

@@ -92,14 +92,14 @@ class View:
         """
         kept = [rank for rank, id in enumerate(self.ids) if id in ids]
         now = {rank: new for new, rank in enumerate(kept)}
-        replicas = [ReplicaMember(m.id, tuple(now[rank] for rank in m.ranks if rank in now)) for m in self.replicas]
-        return View(
-            number,
-            tuple(member for member in replicas if member.ranks),
-            tuple(self.places[rank] for rank in kept),
-            now[self.rank],
-            tuple(self.ids[rank] for rank in kept),
-            self.ranks_leave,
+        replicas = [replace(m, ranks=tuple(now[rank] for rank in m.ranks if rank in now)) for m in self.replicas]
+        return replace(
+            self,
+            number=number,
+            replicas=tuple(member for member in replicas if member.ranks),
+            places=tuple(self.places[rank] for rank in kept),
+            rank=now[self.rank],
+            ids=tuple(self.ids[rank] for rank in kept),
         )
 
     def data_parallel(self, size: int) -> "View":
@@ -116,7 +116,7 @@ class View:
         replicas = tuple(replace(m, ranks=tuple(place[rank] for rank in m.ranks[::size])) for m in self.replicas)
         places = tuple(self.places[rank] for rank in firsts)
         ids = tuple(self.ids[rank] for rank in firsts)
-        return View(self.number, replicas, places, place[self.rank], ids, self.ranks_leave)
+        return replace(self, replicas=replicas, places=places, rank=place[self.rank], ids=ids)
 
     @property
     def world(self) -> int:

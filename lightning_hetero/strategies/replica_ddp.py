@@ -151,7 +151,7 @@ def use_shared_memory_allreduce(
         needed = -(-size // ALIGNED) * ALIGNED * (len(ranks) + 1)  # a row for each rank, and the result
         try:
             part = PART if way == "auto" else 1.0
-            ddp.register_comm_hook(group, SharedMean(*share_memory(group, size, options.limit, part)).hook)
+            ddp.register_comm_hook(group, SharedMean(share_memory(group, size, options.limit, part)).hook)
             return "in shared memory: all are CPUs of one node"
         except OSError as error:
             reason = f"the memory cannot be shared ({error})"

@@ -10,7 +10,7 @@ import torch
 from test_gossip_channel import HEADER
 
 from lightning_hetero.comm.gossip import ANY, PairTransport, _State
-from lightning_hetero.comm.gossip_peers import PeerConnections, Session
+from lightning_hetero.comm.gossip_peers import PeerTransport, Session
 from lightning_hetero.comm.transport import connect
 
 TOKEN = bytes(range(16))
@@ -31,7 +31,7 @@ def read(connection: socket.socket, size: int) -> bytes:
     return found
 
 
-def call(peers: PeerConnections, me: int = 1) -> socket.socket:
+def call(peers: PeerTransport, me: int = 1) -> socket.socket:
     """A connection to a peer, from a caller who knows the job's secret."""
     return connect(peers.address, peers._greeting, me, 5.0)
 
@@ -130,9 +130,9 @@ def team(
 ) -> Iterator[list[Member]]:
     """Peers that know each other, maybe each behind a proxy."""
     members = [Member(i, weight, limit, **more) for i, weight in enumerate(weights)]
-    proxies = [Proxy(m.pairing.peers.address, proxy) for m in members] if proxy else []
+    proxies = [Proxy(m.pairing.address, proxy) for m in members] if proxy else []
     for i, member in enumerate(members):
-        member.pairing.peers.know({j: (proxies or [m.pairing.peers for m in members])[j].address
+        member.pairing.know({j: (proxies or [m.pairing for m in members])[j].address
                                    for j, m in enumerate(members) if j != i})  # fmt: skip
         if boxes:
             member.pairing.set_outboxes({j: m.path for j, m in enumerate(members) if j != i})

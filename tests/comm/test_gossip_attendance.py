@@ -101,15 +101,15 @@ def test_a_connection_that_ends_brings_one_knock_and_a_knock_brings_none(monkeyp
     with team([1, 1]) as (one, other):
         assert meet(one, other) == (True, True)
         for member in (one, other):
-            liveness = member.pairing.peers.liveness
+            liveness = member.pairing.liveness
 
             def ping(peer: int, knock: Callable[[int], None] = liveness._ping) -> None:
                 knocks.append(peer)
                 knock(peer)
 
             monkeypatch.setattr(liveness, "_ping", ping)
-        one.pairing.peers.drop(1)
-        other.pairing.peers.drop(0)
+        one.pairing.drop(1)
+        other.pairing.drop(0)
         time.sleep(0.5)
         assert 1 <= len(knocks) <= 2  # one for each connection that there was
 
@@ -117,7 +117,7 @@ def test_a_connection_that_ends_brings_one_knock_and_a_knock_brings_none(monkeyp
 @pytest.mark.parametrize("end", ["lose", "close"])
 def test_a_connection_that_is_made_while_its_peer_is_lost_is_closed(end: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with team([1, 1]) as (one, _):
-        peers = one.pairing.peers
+        peers = one.pairing
         connect = peers._connect
 
         def late(peer: int) -> VectorChannel:
@@ -136,19 +136,19 @@ def test_a_pair_in_rounds_waits_once_for_a_silent_peer_and_not_at_all_for_one_th
     limit = 0.6
     with team([1, 1, 1], limit=limit) as (one, two, three), socket.create_server(("127.0.0.1", 0)) as deaf:
         for member, whom in ((one, 1), (three, 1)):  # the first of the pair, and the second
-            member.pairing.peers.know({1: deaf.getsockname()})
+            member.pairing.know({1: deaf.getsockname()})
             began = time.monotonic()
             for turn in range(12):
                 member.offer([whom], float(turn))
                 assert not member.take(10 * limit)
             assert time.monotonic() - began < 4 * limit
-        one.pairing.peers.know({1: two.pairing.peers.address, 2: three.pairing.peers.address})
+        one.pairing.know({1: two.pairing.address, 2: three.pairing.address})
         three.pairing.close()
         began = time.monotonic()
         for turn in range(20, 32):
             one.offer([2], float(turn))
             assert not one.take(10 * limit)
         assert time.monotonic() - began < limit
-        assert one.pairing.peers.liveness.has_ended(2)
+        assert one.pairing.liveness.has_ended(2)
         with suppress(OSError):
             deaf.shutdown(socket.SHUT_RDWR)

@@ -29,10 +29,6 @@ def line() -> tuple[socket.socket, socket.socket]:
     return one, other
 
 
-def soon(seconds: float = 5.0) -> float:
-    return time.monotonic() + seconds
-
-
 def places(kind: MessageKind | None = None, vectors: Sequence[Tensor] = VECTORS) -> list[Tensor]:
     return [torch.zeros_like(vector) for vector in vectors]
 
@@ -41,8 +37,8 @@ def recorded(*messages: tuple[MessageKind, Sequence[float], Sequence[Tensor]], t
     """Bytes of messages on the wire."""
     one, other = line()
     with one, other:
-        channel = VectorChannel(one, token, 2)
-        sent = sum(channel.send(*message, soon()) for message in messages)
+        channel = VectorChannel(one, token, 2, 5.0)
+        sent = sum(channel.send(*message) for message in messages)
         channel.close()
         found = b"".join(iter(lambda: other.recv(1 << 16), b""))
         assert len(found) == sent
@@ -55,8 +51,8 @@ def delivered(wire: bytes, count: int = 1, into: Any = places, token: bytes = TO
     with one, other:
         one.sendall(wire)
         one.shutdown(socket.SHUT_WR)
-        channel = VectorChannel(other, token, 0)
-        return [channel.receive(into, soon(1.0)) for _ in range(count)]
+        channel = VectorChannel(other, token, 0, 1.0)
+        return [channel.receive(into) for _ in range(count)]
 
 
 PUSH = recorded((MessageKind.PUSH, (3.0, 0.25), VECTORS))
@@ -169,7 +165,7 @@ def test_any_beginning_of_a_message_is_none() -> None:
             one.sendall(PUSH[:length])
             one.close()
             with pytest.raises(ConnectionError):
-                VectorChannel(other, TOKEN, 0).receive(places, soon())
+                VectorChannel(other, TOKEN, 0, 5.0).receive(places)
 
 
 @pytest.mark.parametrize("drip", [False, True])
@@ -189,7 +185,7 @@ def test_the_deadline_is_of_the_whole_message(drip: bool) -> None:
     with one, other:
         began = time.monotonic()
         with pytest.raises(TimeoutError):
-            VectorChannel(other, TOKEN, 0).receive(places, soon(0.3))
+            VectorChannel(other, TOKEN, 0, 0.3).receive(places)
         assert 0.25 < time.monotonic() - began < 20
         stop.set()
         if drip:
@@ -201,16 +197,14 @@ def test_sending_has_a_deadline_too() -> None:
     with one, other:
         began = time.monotonic()
         with pytest.raises(TimeoutError):
-            VectorChannel(one, TOKEN, 0).send(
-                MessageKind.SWAP, (), [torch.zeros(1 << 23)], soon(0.3)
-            )  # nobody reads 32 MiB
+            VectorChannel(one, TOKEN, 0, 0.3).send(MessageKind.SWAP, (), [torch.zeros(1 << 23)])  # nobody reads 32 MiB
         assert 0.25 < time.monotonic() - began < 20
 
 
 def test_closing_ends_a_receive_on_another_thread() -> None:
     one, other = line()
     with one, other:
-        channel, ended = VectorChannel(other, TOKEN, 0), []
+        channel, ended = VectorChannel(other, TOKEN, 0, 5.0), []
 
         def wait() -> None:
             try:

@@ -8,9 +8,8 @@ import pytest
 import torch
 from gossip_team import Judge, Proxy, meet, team, total
 
-from lightning_hetero.comm.gossip import ANY, PairExchange, PairResult
+from lightning_hetero.comm.gossip import ANY, PairResult, PairTransport
 from lightning_hetero.comm.gossip_peers import MessageKind
-from lightning_hetero.comm.transport import refuse_vectors
 
 LIMIT = 0.5
 MESSAGES = ["ASK", "YES", "SWAP", "BACK", "COMMIT", "DONE"]
@@ -60,7 +59,7 @@ def exchange_with_fault(
         # In the first round a peer may not wait for one that was late; then the late one waits in vain, and asks.
         assert not again or any(meet(one, other, turn + 2 + i, 3 * limit) == (True, True) for i in range(8))
         assert torch.equal(total([one, other]), before)
-        return counted, off, one.pairing.peers.refused + other.pairing.peers.refused
+        return counted, off, one.pairing.refused + other.pairing.refused
 
 
 @pytest.mark.parametrize("name", MESSAGES)
@@ -70,20 +69,20 @@ def test_the_connection_breaks(name: str) -> None:
     assert not off.any()
 
 
-def _hasty(self: PairExchange, peer: int, turn: float, weight: float, agreed: Callable[[], bool]) -> PairResult:
+def _hasty(self: PairTransport, peer: int, turn: float, weight: float) -> PairResult:
     """Ask for an exchange, and count it at COMMIT, which is too early."""
-    channel, numbers, peers = self._peers.channel(peer), (turn, weight, 1.0), self._peers
-    channel.send(MessageKind.ASK, numbers, (), peers.deadline_in())
-    assert channel.receive(refuse_vectors, peers.deadline_in()).kind == MessageKind.YES
-    assert agreed()
-    channel.send(MessageKind.SWAP, numbers, self._transport.outbox.vectors, peers.deadline_in())
-    answer = channel.receive(lambda _: self.inbox, peers.deadline_in())
-    channel.send(MessageKind.COMMIT, (), (), peers.deadline_in())
+    channel, numbers = self.channel(peer), (turn, weight, 1.0)
+    channel.send(MessageKind.ASK, numbers)
+    assert channel.receive().kind == MessageKind.YES
+    assert self._peer_agrees()
+    channel.send(MessageKind.SWAP, numbers, self.outgoing)
+    answer = channel.receive(lambda _: self.inbox)
+    channel.send(MessageKind.COMMIT)
     return PairResult(peer, answer.numbers[1], self.inbox, 0)
 
 
 def test_the_control_counts_too_early(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(PairExchange, "ask", _hasty)
+    monkeypatch.setattr(PairTransport, "_ask", _hasty)
     counted, off, _ = exchange_with_fault(Once("COMMIT", cut), again=False)
     assert counted == (True, False)
     assert off.any()
@@ -160,8 +159,8 @@ def test_withdrawing_while_the_longest_exchange_is_on() -> None:
         return message
 
     with team([1, 3], limit=LIMIT) as (one, other):
-        proxy = Proxy(other.pairing.peers.address, slow, lambda drawn: time.sleep(0.8 * LIMIT) or drawn)
-        one.pairing.peers.know({1: proxy.address})
+        proxy = Proxy(other.pairing.address, slow, lambda drawn: time.sleep(0.8 * LIMIT) or drawn)
+        one.pairing.know({1: proxy.address})
         one.x[:] = 8.0
         before = total([one, other])
         one.offer([1])

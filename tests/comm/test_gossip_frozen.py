@@ -4,6 +4,7 @@ import os
 import signal
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import homes
@@ -22,13 +23,21 @@ ranks = sys.modules["ranks"]
 assert homes.HERE
 
 
+def stop(process: int) -> None:
+    """Freeze a process. Its threads stop once one of them has seen the signal, which may take a moment under load."""
+    os.kill(process, signal.SIGSTOP)
+    tasks = Path(f"/proc/{process}/task")
+    while not all(stat.read_text().rpartition(")")[2].split()[0] == "T" for stat in tasks.glob("*/stat")):
+        time.sleep(0.001)
+
+
 def _asked(end: Any) -> None:
     """Run in a process: offer, and send the result."""
     member = Member(1, 1.0, LIMIT)
     member.pairing.outbox.hide()
     member.x[:] = 8.0
     member.offer([])
-    end.send(member.pairing.peers.address)
+    end.send(member.pairing.address)
     end.recv()
     end.send((member.take(2.0), member.x.tolist()))
     member.pairing.close()
@@ -43,13 +52,13 @@ def test_the_peer_that_is_asked_freezes_before_a_message(name: str) -> None:
 
     def freeze(message: bytes) -> bytes:
         time.sleep(0.1)  # it waits for this message
-        os.kill(process.pid, signal.SIGSTOP)
+        stop(process.pid)
         return message
 
     try:
         with team([1], limit=LIMIT) as [one]:
             proxy = Proxy(ours.recv(), Once(name, freeze))
-            one.pairing.peers.know({1: proxy.address})
+            one.pairing.know({1: proxy.address})
             time.sleep(0.3)  # it waits now
             one.offer([1], ANY)
             time.sleep(3.2 * LIMIT)
@@ -83,7 +92,7 @@ class Freezes:
 def _reads(end: Any) -> None:
     """In a process of its own: offers, freezes when it reads what the other one offers, and says what came of it."""
     member = Member(1, 1.0, LIMIT)
-    end.send((member.pairing.peers.address, member.path))
+    end.send((member.pairing.address, member.path))
     member.pairing.set_outboxes({0: end.recv()})
     member.pairing.boxes[0] = Freezes(member.pairing.boxes[0])  # type: ignore[assignment]
     member.pairing.outbox.hide()
@@ -103,7 +112,7 @@ def test_the_peer_that_is_asked_freezes_while_it_reads_the_memory_of_the_other()
     one = Member(0, 1.0, LIMIT)
     try:
         address, path = ours.recv()
-        one.pairing.peers.know({1: address})
+        one.pairing.know({1: address})
         one.pairing.set_outboxes({1: path})
         ours.send(one.path)
         assert ours.recv() == "ready"
@@ -131,13 +140,13 @@ def test_nobody_waits_for_a_frozen_peer_that_is_known_to_be_lost(name: str, end:
     process.start()
 
     def freeze(message: bytes) -> bytes:
-        os.kill(process.pid, signal.SIGSTOP)
+        stop(process.pid)
         return message
 
     try:
         with team([1], limit=30.0) as [one]:
             proxy = Proxy(ours.recv(), Once(name, freeze))
-            one.pairing.peers.know({1: proxy.address})
+            one.pairing.know({1: proxy.address})
             time.sleep(0.3)
             one.offer([1], ANY)
             time.sleep(1.0)
@@ -145,7 +154,7 @@ def test_nobody_waits_for_a_frozen_peer_that_is_known_to_be_lost(name: str, end:
             if end == "cut":
                 threads.abort_sockets()
                 time.sleep(0.1)  # it may have begun to ask again whether the exchange has counted
-            one.pairing.peers.lose(1)
+            one.pairing.lose(1)
             one.pairing.pause()
             assert time.monotonic() - began < 2.0
             assert not one.take(0)

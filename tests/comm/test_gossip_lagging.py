@@ -59,25 +59,25 @@ def test_a_peer_that_has_ended_is_waited_for_no_longer() -> None:
         assert three.give([0], 2) == [False]  # is refused
         assert three.get(2, [0], 60) == []
         assert time.monotonic() - began < 20
-        assert two.pushing.peers.liveness.has_ended(0)
-        assert three.pushing.peers.liveness.has_ended(0)
-        assert not two.pushing.peers.liveness.has_ended(2)
+        assert two.pushing.liveness.has_ended(0)
+        assert three.pushing.liveness.has_ended(0)
+        assert not two.pushing.liveness.has_ended(2)
         assert three.give([1], 3) == [True]
 
 
 @pytest.mark.clock
 def test_a_silent_peer_costs_one_deadline_until_it_speaks() -> None:
     with givers(2, LIMIT) as (one, two), socket.create_server(("127.0.0.1", 0)) as deaf:
-        there = two.pushing.peers.address
-        one.pushing.peers.know({1: deaf.getsockname()})
+        there = two.pushing.address
+        one.pushing.know({1: deaf.getsockname()})
         began = time.monotonic()
         assert [one.give([1], turn) for turn in range(20)] == [[False]] * 20
         assert one.get(3, [1], 30) == []
         assert time.monotonic() - began < 3 * LIMIT
         assert one.w == 1.0
-        one.pushing.peers.know({1: there})  # as if it had thawed
+        one.pushing.know({1: there})  # as if it had thawed
         deadline = time.monotonic() + 20
-        while 1 not in one.pushing.peers.liveness and time.monotonic() < deadline:
+        while 1 not in one.pushing.liveness and time.monotonic() < deadline:
             time.sleep(0.01)
         assert one.give([1], 5) == [True]
 
@@ -86,9 +86,9 @@ def test_strangers_are_few_and_keep_nobody_away() -> None:
     with givers(2, limit=30.0) as (one, two):
         before = threading.active_count()
         assert one.give([1], 1) == [True]
-        strangers = [socket.create_connection(two.pushing.peers.address) for _ in range(200)]
+        strangers = [socket.create_connection(two.pushing.address) for _ in range(200)]
         assert one.give([1], 2) == [True]  # over the connection that there is
-        one.pushing.peers.drop(1)
+        one.pushing.drop(1)
         assert one.give([1], 3) == [True]  # over another
         deadline = time.monotonic() + 60
         while threading.active_count() > before + 40 and time.monotonic() < deadline:

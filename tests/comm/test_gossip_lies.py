@@ -48,21 +48,21 @@ def test_an_earlier_connection_again() -> None:
         return message
 
     with team([1, 1], limit=LIMIT) as (one, other):
-        proxy = Proxy(other.pairing.peers.address, judge, lambda found: drawn.append(found) or found)
-        one.pairing.peers.know({1: proxy.address})
+        proxy = Proxy(other.pairing.address, judge, lambda found: drawn.append(found) or found)
+        one.pairing.know({1: proxy.address})
         one.x[:] = 8.0
         one.offer([1])
         other.offer([])
         assert one.take(5)
         assert other.take(5)
         proxy.close()
-        one.pairing.peers.know({1: other.pairing.peers.address})
+        one.pairing.know({1: other.pairing.address})
         other.offer([])
-        with call(other.pairing.peers, 0) as thief:
+        with call(other.pairing, 0) as thief:
             assert read(thief, 16) not in drawn
             thief.sendall(b"".join(recorded[-3:]))
             assert thief.recv(99) == b""  # hung up
-        assert other.pairing.peers.refused == {"token": 1}
+        assert other.pairing.refused == {"token": 1}
         assert not other.take(0.2)
         assert torch.equal(other.x, one.x)
         assert any(meet(one, other, 2 + i, 1.0) == (True, True) for i in range(5))
@@ -70,20 +70,20 @@ def test_an_earlier_connection_again() -> None:
 
 def test_port_scanners_and_strangers() -> None:
     with team([1, 1], limit=LIMIT) as (one, other):
-        stranger, address = Member(1, 1.0, LIMIT, token=bytes(16)), one.pairing.peers.address
+        stranger, address = Member(1, 1.0, LIMIT, token=bytes(16)), one.pairing.address
         stranger.pairing.outbox.hide()
         one.offer([])
         for words in (b"", b"GET / HTTP/1.1\r\n\r\n", os.urandom(4000), b"\x16\x03\x01" + bytes(200)):
             with socket.create_connection(address) as scanner:
                 scanner.sendall(words)
-        stranger.pairing.peers.know({0: address})
+        stranger.pairing.know({0: address})
         stranger.offer([0])
         deadline = time.monotonic() + 20
         while not stranger.pairing.misses and time.monotonic() < deadline:
             time.sleep(0.05)
         assert not stranger.take(0)
         assert one.is_open
-        assert not one.pairing.peers.refused  # nothing that they sent was taken for a message
+        assert not one.pairing.refused  # nothing that they sent was taken for a message
         other.offer([0])
         assert one.take(5)
         assert other.take(5)
@@ -92,7 +92,7 @@ def test_port_scanners_and_strangers() -> None:
 
 def test_a_scanner_that_says_nothing_is_sent_away() -> None:
     with team([1], limit=LIMIT) as [one]:
-        scanner = socket.create_connection(one.pairing.peers.address)
+        scanner = socket.create_connection(one.pairing.address)
         scanner.settimeout(20)  # seconds; else this test hangs
         try:
             assert scanner.recv(1) == b""
@@ -105,13 +105,13 @@ def test_another_model(size: int) -> None:
     one, other = Member(0, 1.0, LIMIT), Member(1, 1.0, LIMIT, size=size)
     try:
         for member, peer in ((one, other), (other, one)):
-            member.pairing.peers.know({peer.pairing.me: peer.pairing.peers.address})
+            member.pairing.know({peer.pairing.me: peer.pairing.address})
             if size == 30:  # sizes are rounded up to cache lines
                 with pytest.raises(DisagreementError, match="another model"):
                     member.pairing.set_outboxes({peer.pairing.me: peer.path})
         one.x[:], other.x[:] = 1.0, 2.0
         assert meet(one, other, wait=3 * LIMIT) == (False, False)
-        assert "size" in one.pairing.peers.refused + other.pairing.peers.refused
+        assert "size" in one.pairing.refused + other.pairing.refused
     finally:
         for member in (one, other):
             member.pairing.outbox.hide()
@@ -129,12 +129,12 @@ def test_what_is_not_invited() -> None:
     with team([1], limit=LIMIT) as [one]:
         one.offer([])
         for kind in set(MessageKind) - {MessageKind.ASK}:
-            connection = call(one.pairing.peers)
-            channel = VectorChannel(connection, TOKEN, 0)
+            connection = call(one.pairing)
+            channel = VectorChannel(connection, TOKEN, 0, 5.0)
             channel.begin(False, time.monotonic() + 5)
-            channel.send(kind, (ANY, 1.0), (), time.monotonic() + 1)
+            channel.send(kind, (ANY, 1.0))
             with pytest.raises(OSError, match=r"closed|reset"):
-                channel.receive(lambda _: (), time.monotonic() + 5)
+                channel.receive(lambda _: ())
             channel.close()
-        assert one.pairing.peers.refused == {"uninvited": len(MessageKind) - 1}
+        assert one.pairing.refused == {"uninvited": len(MessageKind) - 1}
         assert not one.take(0)

@@ -101,7 +101,7 @@ def test_a_late_question_of_an_offer_says_nothing_of_the_next(monkeypatch: pytes
         for i, member in enumerate(members):
             member.x[:] = 2.0**i
         held, go_on = threading.Event(), threading.Event()
-        peers = members[1].pairing.peers
+        peers = members[1].pairing
         connect = peers.channel
 
         def late(peer: int) -> Any:
@@ -144,15 +144,15 @@ def test_a_peer_that_did_not_answer_in_time_is_not_waited_for_until_it_asks(held
         return drawn
 
     with team([1, 1], limit=2.0) as (one, other):
-        proxy = Proxy(other.pairing.peers.address, judge, greet)
-        one.pairing.peers.know({1: proxy.address})
+        proxy = Proxy(other.pairing.address, judge, greet)
+        one.pairing.know({1: proxy.address})
         for turn, least, most in ((1.0, 1.9, 30.0), (2.0, 0.0, 15.0), (3.0, 0.0, 15.0)):
             began = time.monotonic()
             one.offer([1], turn)
             assert not one.take(20.0)
             assert least < time.monotonic() - began < most
         assert sum(one.pairing.misses.values()) == 1  # asked once only
-        assert 1 not in one.pairing.peers.liveness
+        assert 1 not in one.pairing.liveness
         one.offer([1], 4.0)
         other.offer([0], 4.0)  # the second of the pair asks if it was not asked for a while
         assert other.take(10)
@@ -168,7 +168,7 @@ def test_a_failure_of_the_thread_that_asks_is_told(monkeypatch: pytest.MonkeyPat
         raise ZeroDivisionError("odd")
 
     with team([1, 1]) as (one, _other):
-        monkeypatch.setattr(one.pairing._swapping, "ask", fail)
+        monkeypatch.setattr(one.pairing, "_ask", fail)
         one.offer([1], turn)
         with pytest.raises(CommunicationError, match=r"replica 0 can exchange no more.*odd"):
             one.take(10)
@@ -181,7 +181,7 @@ def test_three_peers_that_ask_each_other_in_a_circle_over_a_slow_link() -> None:
 
     with team([1, 1, 1], proxy=judge) as members:
         for i, member in enumerate(members):
-            member.pairing.peers.channel((i + 1) % 3)  # connected, so that all ask at once
+            member.pairing.channel((i + 1) % 3)  # connected, so that all ask at once
             member.pairing._selector.wants((i + 1) % 3, ANY)
         for member in members:
             member.offer([i for i in range(3) if i != member.pairing.me])
@@ -266,7 +266,7 @@ def test_100_random_schedules_keep_the_sum(seed: int) -> None:
 
 def test_listens_on_the_given_interface_only() -> None:
     with team([1]) as [one]:
-        host, port = one.pairing.peers.address
+        host, port = one.pairing.address
         listening = [c.laddr for c in psutil.Process().net_connections("tcp") if c.status == psutil.CONN_LISTEN]
         assert [address.ip for address in listening if address.port == port] == ["127.0.0.1"] == [host]
         for address in {a.address for found in psutil.net_if_addrs().values() for a in found if a.family == 2}:

@@ -29,9 +29,9 @@ def counted(end: Any, index: int, interface: str) -> None:
     """Offer to all, again and again, until told to stop; report on demand the exchanges, the misses and the values."""
     member = Member(index, 1.0, LIMIT, interface=interface)
     member.x[:] = START[index]
-    end.send((member.pairing.peers.address, member.path))
+    end.send((member.pairing.address, member.path))
     addresses, paths = end.recv()
-    member.pairing.peers.know(addresses)
+    member.pairing.know(addresses)
     member.pairing.set_outboxes(paths)
     end.send(None)
     end.recv()
@@ -58,9 +58,9 @@ def counted(end: Any, index: int, interface: str) -> None:
 def pushed(end: Any, index: int, interface: str) -> None:
     """Push half to the others in turn, again and again, and take all pushes."""
     giver = Giver(index, [START[index]], LIMIT, interface=interface)
-    end.send((giver.pushing.peers.address, giver.path))
+    end.send((giver.pushing.address, giver.path))
     addresses, paths = end.recv()
-    giver.pushing.peers.know(addresses)
+    giver.pushing.know(addresses)
     giver.pushing.set_outboxes(paths)
     end.send(None)
     end.recv()

@@ -56,9 +56,9 @@ def givers(
     count: int, limit: float = 5.0, boxes: bool = False, proxy: Judge | None = None, size: int = 3
 ) -> Iterator[list[Giver]]:
     members = [Giver(i, [float(64 * (i + 1)) - 32 * k for k in range(size)], limit) for i in range(count)]
-    proxies = [Proxy(m.pushing.peers.address, proxy) for m in members] if proxy else []
+    proxies = [Proxy(m.pushing.address, proxy) for m in members] if proxy else []
     for member in members:
-        member.pushing.peers.know({j: at.address for j, at in enumerate(proxies or [m.pushing.peers for m in members])})
+        member.pushing.know({j: at.address for j, at in enumerate(proxies or [m.pushing for m in members])})
         if boxes:
             me = member.pushing.me
             member.pushing.set_outboxes({j: m.path for j, m in enumerate(members) if j != me})
@@ -156,7 +156,7 @@ def push_in(act: Judge, boxes: bool = False) -> tuple[bool, int, list[float], An
         time.sleep(4 * LIMIT if isinstance(act, Once) and act.slow else 0.3)  # type: ignore[attr-defined]
         came = len(two.pushing.waiting())
         off = [a - b for a, b in zip(sums([one, two]), before, strict=True)]
-        refused = one.pushing.peers.refused + two.pushing.peers.refused
+        refused = one.pushing.refused + two.pushing.refused
         assert any(one.give([1], 2) == [True] for _ in range(20))  # the first may find the connection closed
         two.get(2, [0], 5)
         assert [a - b for a, b in zip(sums([one, two]), before, strict=True)] == off
@@ -203,23 +203,23 @@ def test_a_message_twice_counts_once(name: str) -> None:
 
 def test_a_frozen_peer_costs_a_deadline_and_garbage_nothing() -> None:
     with givers(1, LIMIT) as [one], socket.create_server(("127.0.0.1", 0)) as deaf:
-        one.pushing.peers.know({1: deaf.getsockname(), 2: ("127.0.0.1", 1)})
+        one.pushing.know({1: deaf.getsockname(), 2: ("127.0.0.1", 1)})
         before, began = sums([one]), time.monotonic()
         assert one.give([1, 2], 1) == [False, False]
         assert time.monotonic() - began < 10
         assert sums([one]) == before
-        with call(one.pushing.peers) as scanner:
+        with call(one.pushing) as scanner:
             read(scanner, 16)
             scanner.sendall(bytes(200))
             assert scanner.recv(99) == b""
-        assert one.pushing.peers.refused == {"token": 1}
+        assert one.pushing.refused == {"token": 1}
         assert one.pushing.waiting() == []
 
 
 def test_a_silent_client_takes_no_memory() -> None:
     with givers(1, LIMIT) as [one]:
         before = threading.active_count()
-        strangers = [call(one.pushing.peers) for _ in range(20)]
+        strangers = [call(one.pushing) for _ in range(20)]
         for stranger in strangers:
             read(stranger, 16)
         deadline = time.monotonic() + 20

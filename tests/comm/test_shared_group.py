@@ -17,7 +17,7 @@ from lightning_hetero.comm import groups, shared_memory
 from lightning_hetero.comm.all_reduce import ReplicaLinks
 from lightning_hetero.comm.compression import all_gather
 from lightning_hetero.comm.failures import deadline
-from lightning_hetero.comm.groups import Groups, SharedGroup, SharedMemoryGroups
+from lightning_hetero.comm.groups import Groups, SharedGroup
 from lightning_hetero.errors import CommunicationError, UnsupportedError
 
 LIMIT = timedelta(seconds=60)
@@ -27,7 +27,7 @@ SIZES = [1, 7, 1000, 4097]
 def _groups(nodes: list[str], way: Any = "auto", limit: timedelta = LIMIT) -> Groups:
     groups.ROW = groups.ROW = 4 * 256  # several pieces for each tensor
     dist.init_process_group("gloo", timeout=limit)
-    return Groups.open(limit, SharedMemoryGroups(nodes, limit, way))
+    return Groups.open(limit, nodes, way)
 
 
 def _own(rank: int, size: int) -> torch.Tensor:
@@ -107,8 +107,11 @@ def _moved() -> list[Any]:
     sent.wait()
     turned = torch.tensor([1j * rank])
     dist.all_reduce(turned, group=group)
+    at_one, part = torch.tensor([float(rank)]), torch.empty(1)
+    dist.reduce(at_one, 1, group=group)
+    dist.scatter(part, list(torch.arange(3.0).split(1)) if rank == 2 else None, 2, group=group)
     dist.barrier(group=group)
-    return [*found, torch.stack(rows), flat, other, turned]
+    return [*found, torch.stack(rows), flat, other, turned, at_one if rank == 1 else torch.tensor([3.0]), part]
 
 
 def test_broadcasts_and_what_goes_over_gloo() -> None:
@@ -120,6 +123,8 @@ def test_broadcasts_and_what_goes_over_gloo() -> None:
         assert torch.equal(found[4], rows.flatten())
         assert found[5].tolist() == [(rank - 1) % 3]
         assert found[6].tolist() == [3j]
+        assert found[7].tolist() == [3]
+        assert found[8].tolist() == [rank]
 
 
 def _averaged(way: Any, replicas: list[list[int]]) -> dict[str, Any]:
@@ -231,7 +236,7 @@ def _many() -> int:
     dist.init_process_group("gloo")
     counts = []
     for _ in range(30):
-        groups = Groups.open(LIMIT, SharedMemoryGroups(["a", "a"], LIMIT, "auto"))
+        groups = Groups.open(LIMIT, ["a", "a"], "auto")
         dist.all_reduce(torch.ones(3), group=groups.bulk("averages", (0, 1)))
         del groups
         with open("/proc/self/maps") as maps:

@@ -25,7 +25,7 @@ SIZES = [7, 1, 1000, 64, 4097]
 def _begin(size: int, seconds: float = 60.0) -> SharedMean:
     dist.init_process_group("gloo")
     _note_names()
-    return SharedMean(*shared_memory.share_memory(dist.group.WORLD, size, timedelta(seconds=seconds)))
+    return SharedMean(shared_memory.share_memory(dist.group.WORLD, size, timedelta(seconds=seconds)))
 
 
 def _note_names() -> None:
@@ -149,7 +149,7 @@ def _no_room(maker: str) -> str:
     if dist.get_rank() == 1:
         setattr(*MAKERS[maker], _refuse)
     with pytest.raises(OSError, match="rank 1: no room") as raised:
-        SharedMean(*shared_memory.share_memory(dist.group.WORLD, 100, timedelta(seconds=60)))
+        SharedMean(shared_memory.share_memory(dist.group.WORLD, 100, timedelta(seconds=60)))
     assert threading.active_count() == 1
     return str(raised.value)
 
@@ -172,7 +172,7 @@ def _many() -> tuple[int, int]:
     counts = []
     for _ in range(3):
         for _ in range(20):
-            shared = SharedMean(*shared_memory.share_memory(dist.group.WORLD, 4096, timedelta(seconds=60)))
+            shared = SharedMean(shared_memory.share_memory(dist.group.WORLD, 4096, timedelta(seconds=60)))
             shared.mean(torch.ones(10), first=True)
             del shared
         until = time.monotonic() + 20

@@ -13,7 +13,7 @@ from ranks import run
 from lightning_hetero.comm.all_reduce import Contribution, ReplicaLinks
 from lightning_hetero.comm.compression import DTYPES, sum_over
 from lightning_hetero.comm.groups import Groups
-from lightning_hetero.comm.threads import BufferPool
+from lightning_hetero.comm.staging import BufferPool
 from lightning_hetero.errors import NotFiniteError
 
 LIMIT = timedelta(seconds=20)
@@ -248,7 +248,7 @@ def _at_once() -> tuple[bool, Any, Any, Any]:
     late = wires.index == 1
     exchange = None if late else behind()
     front = wires.average(copies(own), WEIGHTS, reference())
-    under_way = exchange is not None and exchange._background._thread.is_alive()
+    under_way = exchange is not None and exchange.running
     dist.barrier()
     if late:
         exchange = behind()

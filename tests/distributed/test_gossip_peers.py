@@ -45,7 +45,7 @@ class Waits(pl.Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
         client = trainer.strategy.averager.client
         [client] = client if isinstance(client, list) else [client]  # one for each column
-        self.seconds.append(client.transport.peers.session.deadline)
+        self.seconds.append(client.transport.session.deadline)
 
 
 def _alone() -> Any:

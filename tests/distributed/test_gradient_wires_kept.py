@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader
 from lightning_hetero import HeteroDDPStrategy
 from lightning_hetero.comm import compression, gradients
 from lightning_hetero.comm.gradients import EncodedMean, LowRankMean
-from lightning_hetero.comm.threads import BufferPool
+from lightning_hetero.comm.staging import BufferPool
 from lightning_hetero.strategies.replica_ddp import WiredGradients
 
 WIRES = ["int8", "int4", "topk:0.1", "powersgd:2"]

@@ -17,7 +17,7 @@ from ranks import run
 from lightning_hetero.comm.all_reduce import Contribution, ReplicaLinks
 from lightning_hetero.comm.columns import LayoutInColumns
 from lightning_hetero.comm.compression import LOW_BIT, encoding_of
-from lightning_hetero.comm.gossip import OwnVectors, PairResult, PairsInColumns
+from lightning_hetero.comm.gossip import PairResult, PairsInColumns
 from lightning_hetero.comm.groups import Groups
 from lightning_hetero.errors import HeteroError
 from lightning_hetero.replicas.sharding import Columns
@@ -159,13 +159,13 @@ class OneColumn:
     """Stands for a transport of a column: exchanges an offer with a peer that has zeros, or misses it."""
 
     def __init__(self, like: Sequence[torch.Tensor], comes: bool) -> None:
-        self.outbox, self.comes = OwnVectors([torch.empty_like(part) for part in like]), comes
+        self.outgoing, self.comes = [torch.empty_like(part) for part in like], comes
 
     def offer(self, weight: float, candidates: Sequence[int], round_number: float) -> None:
         self.offered = weight, candidates, round_number
 
     def result(self, wait: float = 0.0) -> PairResult | None:
-        theirs = [torch.zeros_like(part) for part in self.outbox.vectors]
+        theirs = [torch.zeros_like(part) for part in self.outgoing]
         return PairResult(1, 3.0, theirs, 10) if self.comes else None
 
     withdraw = result
@@ -178,7 +178,7 @@ def test_a_part_that_is_not_exchanged_stays(comes: tuple[bool, bool]) -> None:
     layout, [own] = LayoutInColumns(job.layout(2), job.columns(2).cut), [job.part(drawn([1]), 2)]
     columns = [OneColumn(layout.parts([own], number), there) for number, there in enumerate(comes)]
     pairs = PairsInColumns(columns, [own], layout)  # type: ignore[arg-type]
-    pairs.outbox.vectors[0].copy_(own)
+    pairs.outgoing[0].copy_(own)
     pairs.offer(2.0, [0], 7)
     assert [column.offered for column in columns] == [(2.0, [0], 7)] * 2
     assert (pairs.result() is not None) == all(comes)

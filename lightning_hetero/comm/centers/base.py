@@ -15,7 +15,7 @@ from lightning_hetero.comm.agreement import raise_on_all
 from lightning_hetero.comm.all_reduce import CHUNK
 from lightning_hetero.comm.centers.rounds import Quorum
 from lightning_hetero.comm.columns import LayoutInColumns
-from lightning_hetero.errors import HeteroError
+from lightning_hetero.errors import CommunicationError, HeteroError
 
 T = TypeVar("T")
 
@@ -43,6 +43,11 @@ class CenterLayout(NamedTuple):
     def host(self) -> int:
         """The rank with which the center lives."""
         return self.leaders[0]
+
+    @property
+    def is_host(self) -> bool:
+        """Whether the center lives with this rank."""
+        return self.rank == self.host
 
     @property
     def is_client(self) -> bool:
@@ -199,6 +204,12 @@ class Center(ABC):
     def close(self) -> None:
         """Free all resources; local, idempotent, also after an error."""
 
+    def _too_late(self, awaited: str) -> CommunicationError:
+        return CommunicationError(
+            f"rank {self.layout.rank} waited {self.layout.timeout.total_seconds():g} s for {awaited} (the strategy's "
+            "`timeout` is the limit)."
+        )
+
 
 class CenterInColumns(Center):
     """A center in parts: one for each column of this rank. A push-pull visits one after the other.
@@ -210,15 +221,11 @@ class CenterInColumns(Center):
 
     def __init__(self, centers: Sequence[Center], cut: LayoutInColumns) -> None:
         super().__init__(centers[0].layout, centers[0].parts)
-        self._centers, self.cut = centers, cut
+        self._centers = centers
+        self._cut = self.cut = cut
 
     def _parts(self, values: Sequence[Tensor]) -> list[tuple[Center, list[Tensor]]]:
         return [(center, self._cut.parts(values, number)) for number, center in enumerate(self._centers)]
-
-    @property
-    def _cut(self) -> LayoutInColumns:
-        assert self.cut is not None
-        return self.cut
 
     @override
     def open(self, values: Sequence[Tensor]) -> None:
@@ -251,11 +258,7 @@ class CenterInColumns(Center):
         self, seen: Sequence[tuple[list[Tensor], list[int]]], out: Sequence[Tensor] | None = None
     ) -> tuple[list[Tensor], list[int]]:
         parts, counts = zip(*seen, strict=True)
-        values = (
-            [new.new_empty(n) for n, new in zip(self._cut.sizes, parts[0], strict=True)] if out is None else list(out)
-        )
-        self._cut.put(parts, values)
-        return values, counts[0]
+        return self._cut.put(parts, out), counts[0]
 
     @override
     def write(self, values: Sequence[Tensor], counts: Sequence[int]) -> None:

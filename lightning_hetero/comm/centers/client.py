@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Literal
 
 import torch
@@ -18,7 +17,7 @@ from lightning_hetero.comm.failures import deadline
 from lightning_hetero.comm.groups import Groups
 from lightning_hetero.comm.retry import collective
 from lightning_hetero.comm.threads import Background
-from lightning_hetero.comm.topology import Topology, group_of
+from lightning_hetero.comm.topology import Topology
 from lightning_hetero.errors import UnsupportedError
 
 Home = Literal["auto", "shared_memory", "thread", "mpi"]
@@ -83,18 +82,6 @@ def open_center(
     return ThreadCenter(layout, groups, interface, in_turn, wire, options.parts)
 
 
-def layout_of(rank: int, replicas: tuple[tuple[int, ...], ...], world: int, timeout: timedelta) -> CenterLayout:
-    """The ranks that use a center: the first rank of each replica.
-
-    Args:
-        rank: this process.
-        replicas: the ranks of each replica.
-        world: number of ranks.
-        timeout: longest wait for the center.
-    """
-    return CenterLayout(rank, world, tuple(ranks[0] for ranks in replicas), group_of(rank, replicas), timeout)
-
-
 class CenterClient:
     """Exchanges with a center in the background, one push-pull at a time (made by all ranks of the replica together).
 
@@ -146,7 +133,7 @@ class CenterClient:
         self._links.gather(None)  # no push-pull is under way any more
         layout = self.center.layout
         counts = torch.zeros(len(layout.leaders), dtype=torch.int64)
-        if layout.rank == layout.host:
+        if layout.is_host:
             _, seen = self.center.read(out)
             counts.copy_(torch.tensor(seen))
 

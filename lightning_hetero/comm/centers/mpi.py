@@ -3,19 +3,16 @@
 import math
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
 from lightning_hetero.comm.centers.base import Center, CenterLayout, PushPull, subtract_center
-from lightning_hetero.errors import CommunicationError, HeteroError, UnsupportedError
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
+from lightning_hetero.errors import HeteroError, UnsupportedError
 
 _PART = 1 << 24  # elements of one message
 
@@ -35,22 +32,22 @@ class MPICenter(Center):
     def __init__(self, layout: CenterLayout, across: bool) -> None:
         super().__init__(layout)
         self._across = across
-        self._window: MPI.Win | None = None
+        self._window: Any = None
         self._stop = threading.Event()
 
     @override
     def open(self, values: Sequence[Tensor]) -> None:
         from mpi4py import MPI
 
+        self._mpi = MPI
         self._communicator = MPI.COMM_WORLD.Dup()
         sizes = [8 * len(self.layout.leaders), *(value.nbytes for value in values)]
         *self._starts, total = accumulate((-(-size // 64) * 64 for size in sizes), initial=0)
-        here = self.layout.rank == self.layout.host
-        self._window = MPI.Win.Allocate(total if here else 0, 1, comm=self._communicator)
+        self._window = MPI.Win.Allocate(total if self.layout.is_host else 0, 1, comm=self._communicator)
         self._window.Lock_all()
         self._table = torch.zeros(len(self.layout.leaders), dtype=torch.float64)  # counts
         self._center = [torch.empty_like(value) for value in values]  # as last read
-        if here:
+        if self.layout.is_host:
             self._memory = torch.frombuffer(self._window.tomemory(), dtype=torch.uint8)
             self.write(values, [0] * len(self.layout.leaders))
             if self._across:
@@ -69,7 +66,7 @@ class MPICenter(Center):
         own[self.layout.replica] = 1
         self._add(own, 0)
         self._get(self._table, 0)
-        sent = 0 if self.layout.rank == self.layout.host else sum(v.nbytes for v in values)
+        sent = 0 if self.layout.is_host else sum(v.nbytes for v in values)
         return PushPull(square, [int(count) for count in self._table], sent)
 
     def _fetch(self, out: Sequence[Tensor]) -> None:
@@ -77,31 +74,25 @@ class MPICenter(Center):
             self._get(part, start)
 
     def _get(self, out: Tensor, start: int) -> None:
-        from mpi4py import MPI
-
-        assert self._window is not None
-        for first in range(0, out.numel(), _PART):
-            part = out[first : first + _PART].numpy()
-            place = start + first * part.itemsize, part.size, _type(part)
-            self._wait(self._window.Rget_accumulate(part, part, self.layout.host, place, MPI.NO_OP))
+        for part, place in self._pieces(out, start):
+            self._wait(self._window.Rget_accumulate(part, part, self.layout.host, place, self._mpi.NO_OP))
 
     def _add(self, values: Tensor, start: int) -> None:
-        from mpi4py import MPI
+        for part, place in self._pieces(values, start):
+            self._wait(self._window.Raccumulate(part, self.layout.host, place, self._mpi.SUM))
 
-        assert self._window is not None
+    def _pieces(self, values: Tensor, start: int) -> Iterator[tuple[Any, tuple[int, int, Any]]]:
+        """Pieces of values as arrays, and where they lie in the window, in which the values begin at a byte."""
+        types = {4: self._mpi.FLOAT, 8: self._mpi.DOUBLE}
         for first in range(0, values.numel(), _PART):
             part = values[first : first + _PART].numpy()
-            place = start + first * part.itemsize, part.size, _type(part)
-            self._wait(self._window.Raccumulate(part, self.layout.host, place, MPI.SUM))
+            yield part, (start + first * part.itemsize, part.size, types[part.itemsize])
 
-    def _wait(self, request: "MPI.Request") -> None:
+    def _wait(self, request: Any) -> None:
         deadline = time.monotonic() + self.layout.timeout.total_seconds()
         while not request.Test():
             if time.monotonic() > deadline:
-                raise CommunicationError(
-                    f"rank {self.layout.rank} waited {self.layout.timeout.total_seconds():g} s for the center in the "
-                    f"memory of rank {self.layout.host}, which does not answer (the strategy's `timeout` is the limit)."
-                )
+                raise self._too_late(f"the center in the memory of rank {self.layout.host}, which does not answer")
             if self._across:
                 time.sleep(1e-4)
 
@@ -114,8 +105,7 @@ class MPICenter(Center):
 
     @override
     def write(self, values: Sequence[Tensor], counts: Sequence[int]) -> None:
-        assert self._window is not None
-        if self.layout.rank != self.layout.host:
+        if not self.layout.is_host:
             return
         table = torch.tensor(counts, dtype=torch.float64)
         for start, value in zip(self._starts, (table, *values), strict=True):
@@ -123,10 +113,8 @@ class MPICenter(Center):
         self._window.Sync()
 
     def _progress(self) -> None:
-        from mpi4py import MPI
-
         while not self._stop.wait(5e-4):
-            self._communicator.Iprobe(MPI.ANY_SOURCE, MPI.ANY_TAG)
+            self._communicator.Iprobe(self._mpi.ANY_SOURCE, self._mpi.ANY_TAG)
 
     @override
     def leave(self) -> None:
@@ -142,12 +130,6 @@ class MPICenter(Center):
     @override
     def close(self) -> None:
         self._stop.set()
-
-
-def _type(array: Any) -> "MPI.Datatype":
-    from mpi4py import MPI
-
-    return {4: MPI.FLOAT, 8: MPI.DOUBLE}[array.itemsize]
 
 
 def mpi_missing(world: int) -> HeteroError | None:

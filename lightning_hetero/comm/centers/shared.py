@@ -4,7 +4,7 @@ import fcntl
 import os
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -46,7 +46,7 @@ class SharedCenter(Center):
         like = [torch.zeros(len(self.layout.leaders), dtype=torch.float64), *values]
         memory: MappedVectors | None = None
         problem: HeteroError | None = None
-        if self.layout.rank == self.layout.host:
+        if self.layout.is_host:
             try:
                 memory = MappedVectors(like)
             except OSError as error:
@@ -72,14 +72,14 @@ class SharedCenter(Center):
         raise_on_all(problem, "the center in shared memory", self.layout.group)
         if self.layout.is_client:
             fcntl.lockf(self._file, fcntl.LOCK_EX, 1, _ALIVE + self.layout.replica)
-        if self.layout.rank == self.layout.host:
+        if self.layout.is_host:
             self.write(values, [0] * len(self.layout.leaders))
         dist.barrier(self.layout.group)
 
     @override
     def push_pull(self, values: Sequence[Tensor], push: float, part: int = 0, turn: int = 0) -> PushPull:
         rule = self.parts[part].rule
-        with self._held() if self._locked else nullcontext():
+        with self._held():
             self._check_others()
             square = rule.measure(values, rule.travelling(self._values))
             rule.move(values, self._values, push, square)
@@ -88,7 +88,7 @@ class SharedCenter(Center):
 
     @override
     def read(self, out: Sequence[Tensor] | None = None) -> tuple[list[Tensor], list[int]]:
-        with self._held() if self._locked else nullcontext():
+        with self._held():
             return copy_vectors(self._values, out), self._counts()
 
     @override
@@ -97,7 +97,7 @@ class SharedCenter(Center):
 
     @override
     def write(self, values: Sequence[Tensor], counts: Sequence[int]) -> None:
-        if self.layout.rank != self.layout.host:
+        if not self.layout.is_host:
             return
         for own, value in zip(self._values, values, strict=True):
             own.copy_(value)
@@ -108,14 +108,15 @@ class SharedCenter(Center):
 
     @contextmanager
     def _held(self) -> Iterator[None]:
+        """Keep the others out meanwhile, if clients wait for each other."""
+        if not self._locked:
+            yield
+            return
         deadline = time.monotonic() + self.layout.timeout.total_seconds()
         while not _try(self._file, fcntl.LOCK_EX, _LOCK):
             self._check_others()
             if time.monotonic() > deadline:
-                raise CommunicationError(
-                    f"rank {self.layout.rank} waited {self.layout.timeout.total_seconds():g} s for the center in "
-                    "shared memory: another rank holds it and has stopped (the strategy's `timeout` is the limit)."
-                )
+                raise self._too_late("the center in shared memory: another rank holds it and has stopped")
             time.sleep(1e-4)
         try:
             yield
@@ -124,17 +125,12 @@ class SharedCenter(Center):
 
     def _check_others(self) -> None:
         """Raise an error if a leader has ended: the others would wait for it at the end of the epoch."""
-        if (rank := self._lost()) is not None:
-            host = ", with which it lives," if rank == self.layout.host else ""
-            error = ConnectionError(f"rank {rank}{host} has ended")
-            raise CommunicationError(f"rank {self.layout.rank} cannot use the center: {cause(error)}")
-
-    def _lost(self) -> int | None:
-        for replica, rank in enumerate(self.layout.leaders):  # the first is the host
+        for replica, rank in enumerate(self.layout.leaders):
             if self._file >= 0 and replica != self.layout.replica and _try(self._file, fcntl.LOCK_SH, _ALIVE + replica):
                 fcntl.lockf(self._file, fcntl.LOCK_UN, 1, _ALIVE + replica)
-                return rank
-        return None
+                host = ", with which it lives," if rank == self.layout.host else ""
+                error = ConnectionError(f"rank {rank}{host} has ended")
+                raise CommunicationError(f"rank {self.layout.rank} cannot use the center: {cause(error)}")
 
     @override
     def close(self) -> None:

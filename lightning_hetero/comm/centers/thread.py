@@ -6,7 +6,7 @@ import selectors
 import socket
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from typing import NamedTuple, cast
 
@@ -41,18 +41,19 @@ class CenterWire:
     Args:
         group: process group of the host and its clients.
         other: the rank at the other end.
+
+    Attributes:
+        sent: bytes sent so far.
     """
 
     def __init__(self, group: dist.ProcessGroup, other: int) -> None:
         self._group, self._other = group, other
-
-    def bytes(self, values: list[Tensor]) -> int:
-        """Bytes of values in one direction."""
-        return sum(value.nbytes for value in values)
+        self.sent = 0
 
     def send(self, tensor: Tensor) -> None:
         """Send a tensor to the other end."""
         dist.send(tensor, self._other, group=self._group)
+        self.sent += tensor.nbytes
 
     def receive(self, tensor: Tensor) -> None:
         """Receive a tensor from the other end."""
@@ -116,10 +117,6 @@ class NarrowCenterWire(CenterWire):
     def start(self, values: Sequence[Tensor]) -> None:
         self._known = [value.clone() for value in values]
         self._short = [torch.empty(value.numel(), dtype=self._dtype) for value in values]
-
-    @override
-    def bytes(self, values: list[Tensor]) -> int:
-        return sum(2 * value.numel() for value in values)
 
     @override
     def fits(self, values: Sequence[Tensor]) -> bool:
@@ -197,12 +194,6 @@ class ChangeWire(CenterWire):
             self._known = [value.clone() for value in values[: len(self._part.known)]]
         else:  # after a resume it goes on from another center than that of now
             self._tells = not all(map(torch.equal, self._known, values))
-
-    @override
-    def bytes(self, values: list[Tensor]) -> int:
-        coded = sum(self._changes.bytes(length) for length in self._part.lengths)
-        told = sum(known.nbytes for known in self._known) if self._tells else 0
-        return 8 + coded + told + sum(rest.nbytes for rest in self._exact(values))
 
     def _exact(self, values: list[Tensor]) -> list[Tensor]:
         """Values that travel as they are: buffers, and vectors that only the rule knows."""
@@ -454,7 +445,7 @@ class ThreadCenter(Center):
     @override
     def open(self, values: Sequence[Tensor]) -> None:
         layout, seconds = self.layout, self.layout.timeout.total_seconds()
-        if layout.rank == layout.host:
+        if layout.is_host:
             self._wakeup = Wakeup(self._interface)
         address = gather(self._wakeup and self._wakeup.address, "the center's address", layout.group)[layout.place]
         if not layout.is_client:
@@ -467,11 +458,11 @@ class ThreadCenter(Center):
                 self._wakeup.accept_clients(layout.leaders[1:], seconds)
         self._wires = {
             rank: [self._wire_to(rank, group, part) for part in self.parts]
-            for rank in (layout.leaders[1:] if layout.rank == layout.host else [layout.host])
+            for rank in (layout.leaders[1:] if layout.is_host else [layout.host])
         }
-        self._values = [value.clone() for value in values] if layout.rank == layout.host else []
+        self._values = [value.clone() for value in values] if layout.is_host else []
         self.write(values, self._counts)
-        if layout.rank == layout.host and self._wires:
+        if layout.is_host and self._wires:
             close_at_exit(self)
             self._server = threading.Thread(target=self._serve, name="hetero-center", daemon=True)
             self._server.start()
@@ -481,26 +472,29 @@ class ThreadCenter(Center):
         if self._wire == "fp32":
             return CenterWire(group, other)
         if part.known:
-            return ChangeWire(group, other, self._wire, part, self.layout.rank == self.layout.host)
+            return ChangeWire(group, other, self._wire, part, self.layout.is_host)
         return NarrowCenterWire(group, other, not_none(DTYPES[self._wire], "the dtype of the wire"))
 
     @override
     def push_pull(self, values: Sequence[Tensor], push: float, part: int = 0, turn: int = 0) -> PushPull:
-        if self.layout.rank == self.layout.host:
+        if self.layout.is_host:
             return self._push_pull_here(values, push, part, turn)
         wire, own = self._wires[self.layout.host][part], list(values)
         with self._in_time("exchange with"):
-            well = wire.fits(own)
-            assert self._wakeup_client is not None
-            self._wakeup_client.announce()
-            wire.send(torch.tensor([_PUSH_PULL, push if well else 0.0, part, turn], dtype=torch.float64))
-            sent = 32 + wire.bytes(own)
+            well, before = wire.fits(own), wire.sent
+            self._request(wire, _PUSH_PULL, push if well else 0.0, part, turn)
             wire.send_values(own, push > 0)
+            sent = wire.sent - before
             table = torch.empty(1 + len(self.layout.leaders), dtype=torch.float64)
             wire.receive(table)
             wire.receive_difference(own)
         square, *counts = table.tolist()
         return PushPull(square if well else math.inf, [int(count) for count in counts], sent)
+
+    def _request(self, wire: CenterWire, wish: float, push: float = 0.0, part: int = 0, turn: int = 0) -> None:
+        """Announce a request to the host, and send it."""
+        not_none(self._wakeup_client, "the connection to the host").announce()
+        wire.send(torch.tensor([wish, push, part, turn], dtype=torch.float64))
 
     @contextmanager
     def _in_time(self, what: str) -> Iterator[None]:
@@ -520,7 +514,7 @@ class ThreadCenter(Center):
 
     @override
     def peek(self) -> tuple[list[Tensor], list[int]] | None:
-        return self.read() if self.layout.rank == self.layout.host else None
+        return self.read() if self.layout.is_host else None
 
     @override
     def write(self, values: Sequence[Tensor], counts: Sequence[int]) -> None:
@@ -536,7 +530,7 @@ class ThreadCenter(Center):
 
     @override
     def leave(self) -> None:
-        if self.layout.rank == self.layout.host:
+        if self.layout.is_host:
             with self._changed:
                 self._host_left = True
                 self._changed.notify_all()
@@ -544,9 +538,7 @@ class ThreadCenter(Center):
                 self._server.join(self.layout.timeout.total_seconds())
         elif self.layout.is_client:
             with self._in_time("leave"):
-                assert self._wakeup_client is not None
-                self._wakeup_client.announce()
-                self._wires[self.layout.host][0].send(torch.tensor([_LEAVE, 0.0, 0.0, 0.0], dtype=torch.float64))
+                self._request(self._wires[self.layout.host][0], _LEAVE)
 
     @override
     def close(self) -> None:
@@ -566,16 +558,11 @@ class ThreadCenter(Center):
     # -- the host ----------------------------------------------------------------------------------
 
     def _push_pull_here(self, values: Sequence[Tensor], push: float, part: int, turn: int) -> PushPull:
-        limit = self.layout.timeout.total_seconds()
         with self._changed:
-            mine = self._changed.wait_for(lambda: self._error or not self._in_turn or self._next == 0, limit)
-            self._check_server()
-            if not mine:
-                raise CommunicationError(
-                    f"rank {self.layout.rank} waited {limit:g} s for its turn at the center: rank "
-                    f"{self.layout.leaders[self._next]} was next, and did not come (the strategy's `timeout` is "
-                    "the limit)."
-                )
+            self._await(
+                lambda: not self._in_turn or self._next == 0,
+                lambda: f"its turn at the center: rank {self.layout.leaders[self._next]} was next, and did not come",
+            )
             rule = self.parts[part].rule
             square = rule.measure(values, rule.travelling(self._values))
             waits = self._waits(rule, turn)
@@ -586,21 +573,22 @@ class ThreadCenter(Center):
             if self._wakeup is not None and self._server is not None:
                 self._wakeup.interrupt()  # it answers the others, and knows when patience ends
             with deadline("wait for a quorum of the replicas at the center"):
-                done = self._changed.wait_for(lambda: self._error or self._closed or not self._waits(rule, turn), limit)
-            self._check_server()
-            if not done:
-                raise CommunicationError(
-                    f"rank {self.layout.rank} waited {limit:g} s for round {turn} of the center to close: no quorum "
-                    "of the replicas came (the strategy's `timeout` is the limit)."
+                self._await(
+                    lambda: self._closed or not self._waits(rule, turn),
+                    lambda: f"round {turn} of the center to close: no quorum of the replicas came",
                 )
             rule.answer(values, self._values)
             return learned
 
-    def _check_server(self) -> None:
+    def _await(self, come: Callable[[], bool], awaited: Callable[[], str]) -> None:
+        """Wait until something has come, or raise the error of the thread; with the lock."""
+        in_time = self._changed.wait_for(lambda: self._error or come(), self.layout.timeout.total_seconds())
         if self._error is not None:
             raise CommunicationError(
                 f"rank {self.layout.rank} cannot keep the center any longer: {cause(self._error)}"
             ) from self._error
+        if not in_time:
+            raise self._too_late(awaited())
 
     def _waits(self, rule: CenterRule, turn: int) -> bool:
         """Whether a push-pull of a round is answered later, when the round has closed."""
