@@ -68,7 +68,7 @@ class LoggedValue(NamedTuple):
         reduction: one of ``"mean"``, ``"sum"``, ``"min"`` and ``"max"``.
         own: this rank's value.
         samples: for which it stands; ``None``: unknown.
-        result: becomes that of all ranks; NaN until then.
+        result: becomes that of all ranks.
     """
 
     logged: Logged
@@ -226,7 +226,8 @@ class Collectives:
         Within a step, a mean weighs each rank by its samples, as ``self.log(..., sync_dist=True)`` means it: by the
         ``batch_size`` given to ``self.log``, else by what the batch holds. If that is unknown on some rank, every
         rank counts the same, with a warning. At the end of an epoch Lightning has weighted the values itself. The mean
-        of integers is not truncated. What ``training_step`` logs comes when it returns, or is read; see :meth:`deferring`.
+        of integers is not truncated. What ``training_step`` logs is there once it returns, or
+        is read; see :meth:`deferring`.
 
         Args:
             tensor: of any shape and dtype; anything else is returned as it is.
@@ -351,9 +352,7 @@ class Collectives:
         for device, here in places.items():
             _fill([values[place] for place in here], _uploaded(found[here], device))
 
-    def _reduce_on_devices(
-        self, values: Sequence[LoggedValue], what: str, library: dist.ProcessGroup | None
-    ) -> None:
+    def _reduce_on_devices(self, values: Sequence[LoggedValue], what: str, library: dist.ProcessGroup | None) -> None:
         """Reduce values on all ranks' devices, for which the host does not wait; :meth:`settle` checks them."""
         device = values[0].own.device
         padding = torch.zeros(_SLOTS - len(values), dtype=widest_float(device), device=device)
