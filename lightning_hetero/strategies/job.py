@@ -345,7 +345,7 @@ class JobStrategy(DDPStrategy):
         """
         before, engine = self.job, self.engine
         self.take_number(job)
-        failures.watch_ranks(self.interface, self.options.limit.total_seconds(), job.view.ids)
+        failures.continue_to_watch(job.view.ids)
         self.collaborators.settle_plan()
         known = PlanningState.of(self.accounting.planner)
         value_of_rank(known, source).apply_to(self.accounting.planner)

@@ -19,8 +19,8 @@ from lightning_hetero.errors import MembershipLostError
 if TYPE_CHECKING:
     import torch.distributed as dist
 
+    from lightning_hetero.comm.membership_protocol import AgreedView
     from lightning_hetero.comm.view import View
-    from lightning_hetero.elastic.protocol import AgreedView
 
 
 class Progress(NamedTuple):

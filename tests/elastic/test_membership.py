@@ -8,8 +8,8 @@ import time
 import pytest
 from members import LONG, TERMS, TOKEN, Threads, in_threads, until
 
-from lightning_hetero.elastic.membership import Membership
-from lightning_hetero.elastic.protocol import AgreedView
+from lightning_hetero.comm.membership import Membership
+from lightning_hetero.comm.membership_protocol import AgreedView
 from lightning_hetero.errors import MembershipLostError
 
 
@@ -124,7 +124,7 @@ def test_a_replica_is_lost_as_a_whole(lost: int) -> None:
 
 def test_too_few_remain() -> None:
     with in_threads([[0], [1], [2]], TERMS._replace(minimum=3)) as threads:
-        threads.all[1].failed("failed with ValueError: no")
+        threads.all[1].announce("failed", "failed with ValueError: no")
         changing(threads, [0, 2])
         for result in threads.agree([0, 2]).values():
             assert isinstance(result, MembershipLostError)
@@ -134,7 +134,7 @@ def test_too_few_remain() -> None:
 @pytest.mark.parametrize("failed", [0, 2])
 def test_an_error_is_told(failed: int) -> None:
     with in_threads([[0], [1], [2]]) as threads:
-        threads.all[failed].failed("failed with ValueError: no")
+        threads.all[failed].announce("failed", "failed with ValueError: no")
         alive = [one for one in range(3) if one != failed]
         changing(threads, alive)
         assert same(threads.agree(alive)).lost == {failed: "failed with ValueError: no"}
@@ -159,7 +159,7 @@ def test_all_leave_at_once() -> None:
         for membership in threads.all.values():
             assert membership._member.lost._lost == {}
             assert not membership.changing
-            assert not membership._thread.is_alive()
+            assert not membership.survives
 
 
 def test_strangers_change_nothing() -> None:
@@ -240,6 +240,6 @@ def test_close_is_quick_and_may_come_first() -> None:
         threads.all[0].close()
         threads.all[0].leave()
         assert time.monotonic() - began < LONG / 4
-    never = Membership(3, "127.0.0.1", TOKEN, TERMS, on_change=print, offer=print, steps=int)
+    never = Membership(3, "127.0.0.1", TOKEN)
     assert not never.changing
-    never.failed("failed")
+    never.close()

@@ -6,7 +6,7 @@ import time
 import pytest
 from members import LONG, TERMS, in_processes
 
-from lightning_hetero.elastic.protocol import AgreedView
+from lightning_hetero.comm.membership_protocol import AgreedView
 from lightning_hetero.errors import MembershipLostError
 
 SINGLE = [[0], [1], [2], [3]]

@@ -12,9 +12,9 @@ from lightning.pytorch.plugins import Precision
 from torch import nn
 
 from lightning_hetero.checkpoint.writer import AtomicCheckpointIO
+from lightning_hetero.comm.failure_detector import LEFT
+from lightning_hetero.comm.membership_protocol import AgreedView
 from lightning_hetero.comm.retry import CollectiveRetry
-from lightning_hetero.elastic.failure_detector import LEFT
-from lightning_hetero.elastic.protocol import AgreedView
 from lightning_hetero.errors import CommunicationError, MembershipLostError
 from lightning_hetero.strategies import join, recovery_policy
 from lightning_hetero.strategies.job import scale_gradients
@@ -30,7 +30,7 @@ def test_who_fails_while_others_begin_again_leaves_the_job_to_them(between: bool
     recovery, ends = PeerRecovery(strategy), list[bool]()
     recovery._newcomers = SimpleNamespace(end=lambda over: ends.append(over))  # type: ignore[assignment]
     if between:  # with whom it has left the fit
-        recovery._former = SimpleNamespace(failed=lambda how: None, close=lambda: None)  # type: ignore[assignment]
+        recovery._former = SimpleNamespace(announce=lambda kind, how: None, close=lambda: None)  # type: ignore[assignment]
     recovery.failed(ValueError("no"))
     assert ends == [not between]
 

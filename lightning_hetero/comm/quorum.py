@@ -3,7 +3,12 @@
 from collections.abc import Collection
 from typing import Any, NamedTuple, Protocol
 
-from lightning_hetero.elastic.failure_detector import AdaptiveTimeout, LostMembers, MemberEnvironment
+from lightning_hetero.comm.failure_detector import (
+    AdaptiveTimeout,
+    LostMembers,
+    MemberChannel,
+    MemberEnvironment,
+)
 
 Key = tuple[int, int]  # of a view: its number, and the member that proposed it
 
@@ -131,6 +136,8 @@ class VotingMember(Protocol):
     Attributes:
         me: its id.
         view: the last one that was committed.
+        changing: whether a new view is wanted.
+        outbound: connections that this member has made.
         timeout: knows how long others have been silent.
         environment: its clock.
         lost: members that are lost or have left.
@@ -138,6 +145,8 @@ class VotingMember(Protocol):
 
     me: int
     view: Roster
+    changing: bool
+    outbound: dict[int, MemberChannel]
     lost: LostMembers
     timeout: AdaptiveTimeout
     environment: MemberEnvironment
@@ -178,12 +187,18 @@ class LeaderElection:
     def choose(self) -> bool:
         """Follow the lowest living member if the coordinator is lost; whether there is one."""
         member = self._member
-        while self.coordinator in member.lost or self.coordinator not in member.view.members:
+        while not self._leads():
             living = [*member.others, *([member.me] if member.me not in member.lost else [])]
             if not living:
                 return False
             self.follow(min(living), self.term + 1)
         return True
+
+    def _leads(self) -> bool:
+        """Whether the coordinator does its part. One that has left does, unless it ends or there is a view to make."""
+        member, coordinator = self._member, self.coordinator
+        stays = coordinator in member.lost.left and not member.changing and coordinator in member.outbound
+        return coordinator in member.view.members and (stays or coordinator not in member.lost)
 
     def consider(self, peer: int, state: MemberState) -> None:
         """Perhaps follow the coordinator that another member names."""

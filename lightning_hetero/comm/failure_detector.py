@@ -4,6 +4,8 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple, Protocol
 
+from lightning_hetero.comm.failure_reports import Failure
+
 
 class MemberChannel(Protocol):
     """A connection to another member."""
@@ -36,12 +38,19 @@ class MemberEnvironment(Protocol):
     def steps(self) -> int:
         """Number of steps that this member has done."""
 
+    def failed(self, failure: Failure, /) -> None:
+        """Another member has told of its failure, or has ended."""
+
+    def heard(self, message: dict[str, Any], /) -> None:
+        """Another member has told something to this one, or to all."""
+
 
 class WatchingMember(Protocol):
     """A member, as its heartbeats and its failure detector see it.
 
     Attributes:
         me: its id.
+        survives: whether members go on without lost ones, so that silence counts.
         timeout: how long others may be silent.
         environment: its clock and counters.
         inbound: connections that others have made, by their ids.
@@ -49,6 +58,7 @@ class WatchingMember(Protocol):
     """
 
     me: int
+    survives: bool
     timeout: "AdaptiveTimeout"
     environment: MemberEnvironment
     inbound: dict[int, MemberChannel]
@@ -139,6 +149,8 @@ class FailureDetector:
     def tick(self) -> None:
         """Some time has passed."""
         member = self._member
+        if not member.survives:
+            return
         now, grace = member.environment.now(), member.timeout.grace
         for other in member.others if member.is_coordinator else [member.coordinator]:
             silence = member.timeout.silence(other, now)
@@ -179,16 +191,14 @@ class AdaptiveTimeout:
     Args:
         grace: seconds of silence after which a member counts as lost; ``None``: learned.
         members: how many there are.
-
-    Attributes:
         before: the longest gap that was heard earlier, in another view, in seconds; ``None``: nothing is known.
     """
 
-    def __init__(self, grace: float | None, members: int = 2) -> None:
+    def __init__(self, grace: float | None, members: int = 2, before: float | None = None) -> None:
         self._given, self._members = grace, members
         self._last: dict[int, float] = {}
         self._periods: deque[tuple[float, float]] = deque(maxlen=_PERIODS)  # when they began, and their longest gaps
-        self.before: float | None = None
+        self.before = before
         self._gaps, self._since = 0, float("inf")
         self._latest = -float("inf")
         self._busy: dict[int, float] = {}
@@ -313,6 +323,11 @@ class LostMembers:
     def mark_alive(self, member: int) -> bool:
         """A member has been heard; whether it counted as lost and does not any more."""
         return member in self._lost and not self._lost[member].final and bool(self._lost.pop(member))
+
+    def begin_again(self) -> None:
+        """A fit has ended, on this member: those whose processes live are not lost any more."""
+        self.left = set()
+        self._lost = {member: loss for member, loss in self._lost.items() if not loss.final}
 
     def readmit(self, members: Iterable[int]) -> None:
         """Members take part in a new view, whatever was decided before."""

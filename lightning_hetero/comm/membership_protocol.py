@@ -1,9 +1,9 @@
 """Membership protocol of one member: pure, without sockets, threads or clocks of its own."""
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from lightning_hetero.comm.failures import GONE
-from lightning_hetero.elastic.failure_detector import (
+from lightning_hetero.comm.failure_detector import (
     AdaptiveTimeout,
     FailureDetector,
     Heartbeat,
@@ -11,7 +11,8 @@ from lightning_hetero.elastic.failure_detector import (
     MemberChannel,
     MemberEnvironment,
 )
-from lightning_hetero.elastic.quorum import Key, LeaderElection, MemberState, Roster, decide
+from lightning_hetero.comm.failure_reports import GONE, Failure, FailureReports
+from lightning_hetero.comm.quorum import Key, LeaderElection, MemberState, Roster, decide
 
 
 class ViewProposal(NamedTuple):
@@ -90,11 +91,21 @@ class ViewChange:
         """Tell one member."""
         member = self._member
         if member.is_coordinator:
-            channel.send({"k": "news", "v": member.lost.written(), "changing": member.changing})
+            run = member.reports.run
+            channel.send({"k": "news", "v": member.lost.written(), "changing": member.changing, "run": run})
 
     def drop_proposal(self) -> None:
         """Drop the proposal: the others may have gone on without this member."""
         self._proposal = None
+
+    def begin_again(self) -> None:
+        """A new run: what members have said before counts no more."""
+        self._proposal, self._told = None, {}
+
+    def continue_without_lost(self) -> None:
+        """From now on this member goes on without lost ones; others may have asked for a view already."""
+        for peer, state in self._told.items():
+            self.state_received(peer, state)
 
     def forget(self, peer: int) -> None:
         """Forget what a member has said: its connection is another one."""
@@ -130,10 +141,6 @@ class ViewChange:
         for peer in member.others:
             if peer not in member.inbound:
                 member.reach(peer)  # is it alive?
-        if not member.changing and any(
-            one in member.lost and one not in member.lost.left for one in member.view.members
-        ):
-            member.request_view()
         if not member.changing or self._dropped_units() or self._drop_late():
             return
         all_progress = {one: come for one in self._required() if (come := self._progress_of(one)) is not None}
@@ -234,70 +241,6 @@ class ViewChange:
         return proposal
 
 
-_LINGER = 0.5  # seconds in which the coordinator waits for others to leave as well
-
-
-class Shutdown:
-    """Shutdown of a member: it says that it ends, until those that must know it have confirmed it.
-
-    A member tells the coordinator, which tells the others. All often leave at the same moment; so a coordinator that
-    leaves waits for the others a little. Then it tells those that remain, and they follow the next one.
-
-    Args:
-        member: that ends, or hears that others do.
-    """
-
-    def __init__(self, member: "Member") -> None:
-        self._member = member
-        self._due = float("inf")
-        self._message: dict[str, Any] = {}
-        self._said = False
-        self._heard: set[int] = set()  # members that have confirmed it
-        self._confirmed = False  # by the coordinator
-
-    def begin(self, how: str | None) -> None:
-        """The member ends: with an error, or because its run is over."""
-        waits = how is None and self._member.is_coordinator
-        self._due = self._member.environment.now() + (_LINGER if waits else 0.0)
-        self._message = self._member.heartbeat.with_steps({"k": "bye", "how": how})
-        self._member.advance()
-
-    @property
-    def done(self) -> bool:
-        """Whether the member may go."""
-        member = self._member
-        return self._confirmed or (self._said and member.is_coordinator and self._heard.issuperset(member.others))
-
-    def advance(self) -> None:
-        """Say it, if it is time."""
-        member = self._member
-        if self._message and not self._said and (member.environment.now() >= self._due or not member.others):
-            self._said = True
-            member.view_change.broadcast()
-            for channel in (*member.inbound.values(), *member.outbound.values()):
-                channel.send(self._message)
-
-    def opened(self, channel: MemberChannel) -> None:
-        """Say it on a new connection."""
-        if self._said:
-            channel.send(self._message)
-
-    def heard(self, peer: int) -> None:
-        """Another member has confirmed it."""
-        self._heard.add(peer)
-        self._confirmed = self._confirmed or peer == self._member.coordinator
-
-    def received(self, channel: MemberChannel, how: str | None) -> None:
-        """Another member says that it ends."""
-        member = self._member
-        if not (self._said and member.is_coordinator):  # otherwise it must tell the next coordinator
-            channel.send({"k": "heard"})
-        if how is not None:
-            member.lose(channel.peer, how, final=True)
-        elif member.lost.mark_left(channel.peer):
-            member.view_change.mark_changed()
-
-
 class MembershipTerms(NamedTuple):
     """Options of the user.
 
@@ -346,41 +289,44 @@ class Member:
     """Member of a job: its knowledge of the others, and its answers to what happens.
 
     It follows the coordinator: the lowest living member of the last view. If the coordinator is lost, the next one
-    takes its place, and its part is then done by :class:`ViewChange`.
+    takes its place. In a fit that goes on without lost members, its part is then done by :class:`ViewChange`. At all
+    other times nobody is judged by silence, and a lost member is a failure of which all learn.
 
     Args:
         me: id of this member.
-        first: the first view.
-        terms: what the user has asked for.
+        members: ids of all.
         environment: what it needs of the outside.
 
     Attributes:
         view: the last one that was committed.
         acked: proposals that were acknowledged since. They may have been committed by others.
         lost: who is lost or has left.
+        reports: failures of members.
+        survives: whether this member goes on without lost ones.
         changing: whether a new view is wanted.
         progress: what the training thread gave to ``agree()``; ``None`` if it is not there.
         agreed: the last view that was committed while the training thread waited for it.
         evicted: why this member must end.
     """
 
-    def __init__(self, me: int, first: Roster, terms: MembershipTerms, environment: MemberEnvironment) -> None:
-        self.me, self.view, self.terms, self.environment = me, first, terms, environment
-        self.timeout = AdaptiveTimeout(terms.grace, len(first.members))
+    def __init__(self, me: int, members: Sequence[int], environment: MemberEnvironment) -> None:
+        self.me, self.view, self.environment = me, Roster(0, -1, tuple((one,) for one in sorted(members))), environment
+        self.terms = MembershipTerms(None, 1, 0.0)
+        self.timeout = AdaptiveTimeout(None, len(members))
         self.acked: dict[Key, ViewProposal] = {}
-        self.lost = LostMembers(me)
-        self.changing, self.began = False, 0.0
+        self.lost, self.reports = LostMembers(me), FailureReports(me, self.view.members)
+        self.survives = self.changing = False
+        self.began = 0.0
         self.progress: tuple[int, ...] | None = None
         self.agreed: ViewProposal | None = None
         self.evicted: str | None = None
         self.inbound: dict[int, MemberChannel] = {}
         self.outbound: dict[int, MemberChannel] = {}
+        self._own: list[dict[str, Any]] = []  # messages that this member sends to each coordinator that it gets
         self._ticked = float("-inf")
         self._stirred = False
         self.election, self.detector, self.view_change = LeaderElection(self), FailureDetector(self), ViewChange(self)
-        self.shutdown, self.heartbeat = Shutdown(self), Heartbeat(self)
-        first_contact = environment.now() + max(terms.timeout - self.timeout.grace, 0.0)
-        self.timeout.expect(self.others, first_contact)  # they may begin later
+        self.heartbeat = Heartbeat(self)
         # Attempts to connect: how many, and time of the next. Members connect to the coordinator by themselves.
         self._tries = {peer: (0, environment.now() + 1.0) for peer in self.others if self.is_coordinator}
 
@@ -413,6 +359,8 @@ class Member:
         self.view_change.begin()
         self.timeout.expect([self.coordinator], self.environment.now())
         self._tries.pop(self.coordinator, None)  # the next attempt to connect is at once
+        for channel in self.inbound.values() if self.is_coordinator else ():
+            self._send_reports(channel)
 
     def state(self) -> dict[str, Any]:
         """The message that says where this member stands."""
@@ -431,6 +379,53 @@ class Member:
 
     # -- what the training thread does -------------------------------------------------------------
 
+    def begin_run(self) -> None:
+        """A fit, a validation, a test or a prediction begins, on all members."""
+        self._own = []
+        self.lost.begin_again()
+        self.view_change.begin_again()
+
+    def survive(self, terms: MembershipTerms, first: Roster, longest: float | None) -> None:
+        """Go on without lost members from now on, in a view of which all know.
+
+        Args:
+            terms: what the user has asked for.
+            first: the view.
+            longest: see :class:`~lightning_hetero.comm.failure_detector.AdaptiveTimeout`.
+        """
+        self.terms, self.survives, self.acked = terms, True, {}
+        if (first.number, first.units) != (self.view.number, self.view.units):
+            self.view = first
+        self.timeout = AdaptiveTimeout(terms.grace, len(first.members), longest)
+        self.timeout.expect(self.others, self.environment.now())
+        self._tell_coordinator()
+        self.view_change.continue_without_lost()
+        self.advance()
+
+    def stop(self) -> None:
+        """From now on a lost member is a failure, and nobody is judged by silence."""
+        self.survives = self.changing = False
+        self.progress, self.acked = None, {}
+        self.view_change.drop_proposal()
+        self.lost.begin_again()
+
+    def announce(self, failure: Failure) -> None:
+        """Let all members know that this one has failed, or leaves: it takes no part in their views any more."""
+        self._own.append(self.heartbeat.with_steps({"k": "report", "v": failure}))
+        if self.is_coordinator:
+            self._enter(failure)
+        elif self.coordinator in self.outbound:
+            self.outbound[self.coordinator].send(self._own[-1])
+        if failure.kind != "told":
+            self.stop()
+
+    def tell(self, message: dict[str, Any]) -> None:
+        """Send a message to all other members, or to the one in ``to``, by way of the coordinator."""
+        if self.is_coordinator:
+            self._pass_on({**message, "by": self.me})
+        elif self.coordinator in self.outbound:
+            self.outbound[self.coordinator].send({"k": "say", "v": message})
+
     def arrive(self, progress: tuple[int, ...]) -> None:
         """The training thread has come to the agreement."""
         self.progress = progress
@@ -444,7 +439,7 @@ class Member:
 
     def request_view(self) -> None:
         """Ask for a new view."""
-        if not self.changing:
+        if self.survives and not self.changing:
             self.changing, self.began = True, self.environment.now()
             self.view_change.mark_changed()
 
@@ -463,8 +458,7 @@ class Member:
     def finish(self, text: str) -> None:
         """This member must end."""
         if self.evicted is None:
-            self.evicted = text
-            self.changing = True
+            self.evicted, self.changing = text, self.survives
 
     # -- what happens on connections ---------------------------------------------------------------
 
@@ -479,7 +473,11 @@ class Member:
         channel.send(self.state())
         if not channel.mine and self.lost.reasons:
             self.view_change.send_to(channel)
-        self.shutdown.opened(channel)
+        if channel.peer == self.coordinator:
+            for message in self._own:
+                channel.send(message)
+        elif self.is_coordinator and not channel.mine:
+            self._send_reports(channel)
 
     def closed(self, channel: MemberChannel, refused: bool) -> None:
         """A connection has ended, or nobody listens at its other end."""
@@ -494,6 +492,7 @@ class Member:
         self._tries[peer] = (tries + 1, self.environment.now() + (min(0.05 * 2**tries, 1.0) if tries else 0.0))
         if refused:
             self.lose(peer, GONE)
+            self._enter(self.reports.ended(peer))
         self._stirred = True
 
     def received(self, channel: MemberChannel, message: dict[str, Any]) -> None:
@@ -509,13 +508,19 @@ class Member:
         if kind == "state":
             self._state(channel, MemberState.read(value))
         elif kind == "news" and peer == self.coordinator:
-            self.lost.read(value)
-            if message["changing"]:
-                self.request_view()
-        elif kind == "bye":
-            self.shutdown.received(channel, message["how"])
-        elif kind == "heard":
-            self.shutdown.heard(peer)
+            if self.survives and message["run"] == self.reports.run:
+                self.lost.read(value)
+                if message["changing"]:
+                    self.request_view()
+        elif kind == "report":
+            failure = Failure(*value)
+            if peer in (failure.rank, self.coordinator):
+                self._enter(failure)
+        elif kind == "say":
+            if self.is_coordinator:
+                self._pass_on({**value, "by": peer})
+            elif peer == self.coordinator:
+                self.environment.heard(value)
         elif kind == "propose" and channel is self.outbound.get(self.coordinator):
             self._acknowledge(channel, ViewProposal.read(value))
         elif kind == "ack" and channel is self.inbound.get(peer):
@@ -527,6 +532,43 @@ class Member:
         elif kind == "out" and message["n"] >= self.view.number:
             self.finish(value)
         self._stirred = True
+
+    # -- failures, and what else members tell each other -------------------------------------------
+
+    def _enter(self, failure: Failure) -> None:
+        """A failure is known; in the order of the coordinator."""
+        if self.is_coordinator and self.reports.knows(failure):
+            return
+        new = self.reports.add(failure)
+        message = self.heartbeat.with_steps({"k": "report", "v": failure})
+        for channel in self.inbound.values() if self.is_coordinator else ():
+            channel.send(message)
+        rank, kind, run, how = failure
+        if not new or rank == self.me or kind == "told":
+            return
+        if kind != "left":
+            self.environment.failed(failure)
+        if not self.survives or run != self.reports.run or kind == "gone":
+            return
+        if kind != "left":
+            self.lose(rank, how, final=True)
+        elif self.lost.mark_left(rank):
+            self.view_change.mark_changed()
+
+    def _send_reports(self, channel: MemberChannel) -> None:
+        """Send all that is known to a member that follows this one."""
+        for failure in self.reports.all():
+            channel.send({"k": "report", "v": failure})
+
+    def _pass_on(self, message: dict[str, Any]) -> None:
+        """Pass a message on to all other members, or to the one for which it is."""
+        for peer, channel in self.inbound.items():
+            if peer != message["by"] and message.get("to") in (None, peer):
+                channel.send({"k": "say", "v": message})
+        if message["by"] != self.me and message.get("to") in (None, self.me):
+            self.environment.heard(message)
+
+    # -- views -------------------------------------------------------------------------------------
 
     def _state(self, channel: MemberChannel, state: MemberState) -> None:
         peer = channel.peer
@@ -546,6 +588,8 @@ class Member:
         self.election.consider(peer, state)
         if not channel.mine:
             self.view_change.state_received(peer, state)
+            if self.changing and not state.changing:
+                self.view_change.send_to(channel)
         elif peer == self.coordinator:
             if state.changing:
                 self.request_view()
@@ -566,6 +610,7 @@ class Member:
         if self.evicted is not None or proposal.key != max(self.acked):
             return  # a later view has been acknowledged, which is the one that counts
         self.view, self.acked = proposal.roster, {}
+        self.reports.members = self.view.members
         self.lost.readmit(self.view.members)
         for member, why in proposal.lost.items():
             self.lost.lose(member, why, final=True)
@@ -601,6 +646,11 @@ class Member:
             else self.coordinator in self.outbound
         )
 
+    @property
+    def met(self) -> bool:
+        """Whether the coordinator has answered."""
+        return self.is_coordinator or self.coordinator in self.heartbeat.steps
+
     def restart(self) -> None:
         """This process itself did not run for a while: others' silence in that time means nothing."""
         now = self.environment.now()
@@ -611,9 +661,10 @@ class Member:
 
     def advance(self) -> None:
         """Do what can be done now."""
-        self.shutdown.advance()
         if self.evicted is not None:
             return
+        if any(one in self.lost and one not in self.lost.left for one in self.view.members):
+            self.request_view()
         if not self.election.choose():
             self.finish(f"rank {self.me} {self.lost.reasons[self.me]}, and nobody else remains.")
         elif self.is_coordinator:
