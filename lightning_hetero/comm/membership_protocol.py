@@ -322,7 +322,7 @@ class Member:
         self.evicted: str | None = None
         self.inbound: dict[int, MemberChannel] = {}
         self.outbound: dict[int, MemberChannel] = {}
-        self._own: list[dict[str, Any]] = []  # messages that this member sends to each coordinator that it gets
+        self._own: list[Failure] = []  # of this member in this run: each coordinator hears of them
         self._ticked = float("-inf")
         self._stirred = False
         self.election, self.detector, self.view_change = LeaderElection(self), FailureDetector(self), ViewChange(self)
@@ -359,8 +359,11 @@ class Member:
         self.view_change.begin()
         self.timeout.expect([self.coordinator], self.environment.now())
         self._tries.pop(self.coordinator, None)  # the next attempt to connect is at once
-        for channel in self.inbound.values() if self.is_coordinator else ():
-            self._send_reports(channel)
+        if self.is_coordinator:
+            for channel in self.inbound.values():
+                self._send_reports(channel, self.reports.all())
+            for failure in self._own:
+                self._enter(failure)
 
     def state(self) -> dict[str, Any]:
         """The message that says where this member stands."""
@@ -411,11 +414,11 @@ class Member:
 
     def announce(self, failure: Failure) -> None:
         """Let all members know that this one has failed, or leaves: it takes no part in their views any more."""
-        self._own.append(self.heartbeat.with_steps({"k": "report", "v": failure}))
+        self._own.append(failure)
         if self.is_coordinator:
             self._enter(failure)
         elif self.coordinator in self.outbound:
-            self.outbound[self.coordinator].send(self._own[-1])
+            self._send_reports(self.outbound[self.coordinator], [failure])
         if failure.kind != "told":
             self.stop()
 
@@ -474,10 +477,9 @@ class Member:
         if not channel.mine and self.lost.reasons:
             self.view_change.send_to(channel)
         if channel.peer == self.coordinator:
-            for message in self._own:
-                channel.send(message)
+            self._send_reports(channel, self._own)
         elif self.is_coordinator and not channel.mine:
-            self._send_reports(channel)
+            self._send_reports(channel, self.reports.all())
 
     def closed(self, channel: MemberChannel, refused: bool) -> None:
         """A connection has ended, or nobody listens at its other end."""
@@ -537,12 +539,11 @@ class Member:
 
     def _enter(self, failure: Failure) -> None:
         """A failure is known; in the order of the coordinator."""
-        if self.is_coordinator and self.reports.knows(failure):
+        if self.is_coordinator and failure.rank != self.me and self.reports.knows(failure):
             return
         new = self.reports.add(failure)
-        message = self.heartbeat.with_steps({"k": "report", "v": failure})
         for channel in self.inbound.values() if self.is_coordinator else ():
-            channel.send(message)
+            self._send_reports(channel, [failure])
         rank, kind, run, how = failure
         if not new or rank == self.me or kind == "told":
             return
@@ -555,10 +556,9 @@ class Member:
         elif self.lost.mark_left(rank):
             self.view_change.mark_changed()
 
-    def _send_reports(self, channel: MemberChannel) -> None:
-        """Send all that is known to a member that follows this one."""
-        for failure in self.reports.all():
-            channel.send({"k": "report", "v": failure})
+    def _send_reports(self, channel: MemberChannel, failures: Sequence[Failure]) -> None:
+        for failure in failures:
+            channel.send(self.heartbeat.with_steps({"k": "report", "v": failure}))
 
     def _pass_on(self, message: dict[str, Any]) -> None:
         """Pass a message on to all other members, or to the one for which it is."""
