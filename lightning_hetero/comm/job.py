@@ -318,7 +318,7 @@ def announce_failure(exception: BaseException) -> None:
 
 
 def in_words(exception: BaseException) -> str:
-    """Why a rank ends; completes "rank 2 ..."."""
+    """An error with which a rank ends, in words that complete "rank 2 ..."."""
     if isinstance(exception, KeyboardInterrupt):
         return "was interrupted (Ctrl-C)"
     what = str(exception).strip().split("\n")[0]

@@ -271,9 +271,8 @@ class Membership:
             lost[one] = agreed.lost.get(one, "was not among those that went on")
         self._members = roster.members
         all_progress = {one: agreed.progress[one] for one in roster.members}
-        steps = {one: agreed.steps[one] for one in sorted(lost) if one in agreed.steps}
         lost = dict(sorted(lost.items()))
-        return AgreedView(roster.number, roster.members, all_progress, lost, agreed.offer, roster.host, steps)
+        return AgreedView(roster.number, roster.members, all_progress, lost, agreed.offer, roster.host, agreed.steps)
 
     def close(self) -> None:
         """End the thread and close all connections; idempotent."""

@@ -23,7 +23,7 @@ class ViewProposal(NamedTuple):
         progress: of each member.
         lost: all that are lost, with the reasons.
         offer: what the coordinator's ``offer`` returned.
-        steps: that members which would not take part have done, as far as the coordinator knows.
+        steps: that members have done, lost ones too, as far as the coordinator knows.
     """
 
     roster: Roster
@@ -231,7 +231,7 @@ class ViewChange:
             self._resigned()
             return None
         roster = Roster(number, member.me, units)
-        steps = {one: done for one, done in member.heartbeat.steps.items() if one not in roster.members}
+        steps = {**member.heartbeat.steps, member.me: member.environment.steps()}
         proposal = ViewProposal(roster, all_progress, member.lost.reasons, offer, steps)
         self._proposal, self._acks = proposal, {member.me}
         member.acked[proposal.key] = proposal
@@ -269,8 +269,8 @@ class AgreedView(NamedTuple):
             "rank 3 ...".
         offer: what the coordinator's ``offer`` returned.
         host: id of the member that made the offer.
-        steps: that each of those that do not take part any more has done, as far as is known; what is not known is not
-            there. A member tells it with its heartbeats, so it may have done more.
+        steps: that each member has done; also those that do not take part any more, as far as is known. They told it
+            with their heartbeats, so they may have done more.
     """
 
     number: int

@@ -339,7 +339,7 @@ class PeerRecovery(RecoveryPolicy):
             accounting.loaders.next_step(),
             accounting.reports_applied,
         )
-        return Progress(*counts, accounting.step, accounting.met if engine.lockstep else 0, self._manual_steps)
+        return Progress(*counts, accounting.met if engine.lockstep else 0, self._manual_steps)
 
     def _rejoin(
         self,

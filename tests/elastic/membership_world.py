@@ -60,7 +60,7 @@ class Watched(Member):
 class Node:
     """A process: its member, its training thread, and its unread messages."""
 
-    def __init__(self, world: "World", me: int, first: Roster, terms: MembershipTerms) -> None:
+    def __init__(self, world: "World", me: int, first: Roster, terms: MembershipTerms | None) -> None:
         self.world, self.me = world, me
         self.dead = self.frozen = False
         self.stopped = 0.0  # the time at which it was killed, or last frozen
@@ -69,8 +69,10 @@ class Node:
         self.coming = False
         self.views: list[Roster] = []
         self.member = Watched(me, first.members, self)
+        self.member.reports.run += 1
         self.member.begin_run()
-        self.member.survive(terms, first, None)
+        if terms is not None:
+            self.member.survive(terms, first, None)
         self.slow = 0.0
 
     def now(self) -> float:
@@ -151,7 +153,7 @@ class Node:
 class World:
     """All nodes, the network between them, and the clock."""
 
-    def __init__(self, seed: int, units: Sequence[Sequence[int]], terms: MembershipTerms = TERMS) -> None:
+    def __init__(self, seed: int, units: Sequence[Sequence[int]], terms: MembershipTerms | None = TERMS) -> None:
         self.random, self.time = random.Random(seed), 0.0
         self._queue: list[tuple[float, int, Callable[[], None]]] = []
         self._count = itertools.count()

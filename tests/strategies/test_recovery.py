@@ -38,7 +38,7 @@ def test_who_fails_while_others_begin_again_leaves_the_job_to_them(between: bool
 def test_who_has_agreed_to_go_on_and_cannot_ends_at_once() -> None:
     """It does not agree again and again until the limit, as if one more rank had been lost."""
     strategy: Any = SimpleNamespace(options=SimpleNamespace(limit=timedelta(seconds=1)))
-    recovery, at = PeerRecovery(strategy), Progress(5, 2, 9, 6, 1, 5, 4)
+    recovery, at = PeerRecovery(strategy), Progress(5, 2, 9, 6, 1, 4)
     agreed = AgreedView(1, (0, 1), {0: at, 1: at}, {2: "died"}, ["host", 1], 0, {})
     recovery._membership = SimpleNamespace(me=0, agree=lambda own: agreed)  # type: ignore[assignment]
 
@@ -64,7 +64,7 @@ def test_missed_collectives_are_made_up_for_or_end_the_rank(monkeypatch: pytest.
     monkeypatch.setattr(recovery_policy, "value_of_rank", value_of_rank)
     for done, ends in ((20, False), (8, False), (7, True)):
         sent.clear()
-        behind, both = CollectiveRetry(print), [Progress(0, 0, calls, 0, 0, 0, 0) for calls in (40, done)]
+        behind, both = CollectiveRetry(print), [Progress(0, 0, calls, 0, 0, 0) for calls in (40, done)]
         catch_up(ahead, both, both[0])
         if ends:
             with pytest.raises(MembershipLostError, match="it has missed 33 collectives"):
