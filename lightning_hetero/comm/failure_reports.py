@@ -56,7 +56,7 @@ class FailureReports:
     def add(self, failure: Failure) -> bool:
         """Put a failure last; whether it is new."""
         key, new = (failure.rank, failure.kind), not self.knows(failure)
-        last = failure if new else self._known[key]
+        last = max(failure, self._known.get(key, failure), key=lambda one: one.run)  # of equal ones, this one
         self._known = {other: one for other, one in self._known.items() if other != key} | {key: last}
         return new
 

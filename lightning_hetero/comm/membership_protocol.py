@@ -102,10 +102,14 @@ class ViewChange:
         """A new run: what members have said before counts no more."""
         self._proposal, self._told = None, {}
 
-    def continue_without_lost(self) -> None:
-        """From now on this member goes on without lost ones; others may have asked for a view already."""
-        for peer, state in self._told.items():
-            self.state_received(peer, state)
+    @property
+    def wanted(self) -> bool:
+        """Whether a member that turns to this one wants a new view."""
+        member = self._member
+        if not member.is_coordinator and member.coordinator not in member.lost.left:
+            return False
+        told = [self._told[one] for one in member.others if one in self._told]
+        return any(state.changing or state.progress is not None for state in told)
 
     def forget(self, peer: int) -> None:
         """Forget what a member has said: its connection is another one."""
@@ -113,12 +117,9 @@ class ViewChange:
 
     def state_received(self, peer: int, state: MemberState) -> None:
         """A member says where it stands."""
-        member = self._member
         self._told[peer] = state
         if self._proposal is not None and peer in self._proposal.roster.members:
             self._proposal = None
-        if member.is_coordinator and peer in member.others and (state.changing or state.progress is not None):
-            member.request_view()
 
     def acknowledged(self, peer: int, key: Key) -> None:
         """A member has acknowledged a proposal."""
@@ -402,7 +403,6 @@ class Member:
         self.timeout = AdaptiveTimeout(terms.grace, len(first.members), longest)
         self.timeout.expect(self.others, self.environment.now())
         self._tell_coordinator()
-        self.view_change.continue_without_lost()
         self.advance()
 
     def stop(self) -> None:
@@ -663,7 +663,8 @@ class Member:
         """Do what can be done now."""
         if self.evicted is not None:
             return
-        if any(one in self.lost and one not in self.lost.left for one in self.view.members):
+        lost = any(one in self.lost and one not in self.lost.left for one in self.view.members)
+        if lost or self.view_change.wanted:
             self.request_view()
         if not self.election.choose():
             self.finish(f"rank {self.me} {self.lost.reasons[self.me]}, and nobody else remains.")

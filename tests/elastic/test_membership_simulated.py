@@ -4,9 +4,10 @@ import itertools
 import random
 
 import pytest
-from membership_world import TICK, World
+from membership_world import TERMS, TICK, World
 
 from lightning_hetero.comm.failure_reports import Failure
+from lightning_hetero.comm.quorum import Roster
 
 SINGLE = [[0], [1], [2], [3], [4]]
 PAIRS = [[0, 1], [2, 3], [4, 5], [6, 7]]
@@ -197,6 +198,20 @@ def test_all_know_the_same_failures_in_one_order(seed: int) -> None:
     assert known == known[:1] * len(living)
     assert {one.rank for one in known[0] if one.kind == "gone"} == killed
     assert failed - killed <= {one.rank for one in known[0] if one.kind == "failed"} <= failed
+
+
+@pytest.mark.parametrize("lost", [0, 3])
+@pytest.mark.parametrize("seed", range(10))
+def test_a_member_is_lost_while_others_begin_to_survive_that(seed: int, lost: int) -> None:
+    world, draw = World(seed, PAIRS, None), random.Random(seed)
+    first = Roster(0, -1, tuple(map(tuple, PAIRS)))
+    for node in world.nodes.values():
+        world.after(draw.uniform(1.0, 5.0), lambda node=node: node.runs and node.member.survive(TERMS, first, None))
+    world.after(draw.uniform(0.5, 5.5), lambda: world.kill(lost))
+    world.run(30.0)
+    check_views(world)
+    check_settled(world)
+    assert world.going == [one for one in world.nodes if one // 2 != lost // 2]
 
 
 # -- how far the lost ones had come ------------------------------------------------------------------
