@@ -26,10 +26,7 @@ from lightning_hetero.comm.agreement import gather, raise_on_all, value_of_rank
 from lightning_hetero.comm.failures import deadline, is_communication_error
 from lightning_hetero.comm.groups import begin_world, default_store
 from lightning_hetero.comm.job import open_store
-from lightning_hetero.comm.membership_protocol import AgreedView
-from lightning_hetero.comm.stores import store_at
-from lightning_hetero.comm.topology import Place, Topology, consecutive
-from lightning_hetero.elastic.join_requests import (
+from lightning_hetero.comm.join_requests import (
     AddressFile,
     Admission,
     JobAddress,
@@ -41,6 +38,9 @@ from lightning_hetero.elastic.join_requests import (
     job_answers,
     request_to_join,
 )
+from lightning_hetero.comm.membership_protocol import AgreedView
+from lightning_hetero.comm.stores import store_at
+from lightning_hetero.comm.topology import Place, Topology, consecutive
 from lightning_hetero.errors import (
     CommunicationError,
     ConfigurationError,

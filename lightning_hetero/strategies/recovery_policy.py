@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from lightning_hetero.batching.repartition import ShareHistory
 from lightning_hetero.checkpoint.snapshot import MemoryCheckpointIO
 from lightning_hetero.comm.agreement import gather, value_of_rank
+from lightning_hetero.comm.join_requests import Admission
 from lightning_hetero.comm.retry import CollectiveRetry
-from lightning_hetero.elastic.join_requests import Admission
 from lightning_hetero.errors import MembershipLostError
 
 if TYPE_CHECKING:
