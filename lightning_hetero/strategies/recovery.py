@@ -91,7 +91,7 @@ class PeerRecovery(RecoveryPolicy):
         view = self._strategy.job.view
         self._collectives, self._over, self._past = CollectiveRetry(self._recover), False, ShareHistory()
         self._manual_steps = 0
-        if self._strategy.ticket is None:  # else the fit began earlier
+        if not (again := self._strategy.ticket is not None):  # else the fit began earlier
             self.losses = []
         raise_on_all(self._unsurvivable(view), "a fit that goes on without lost ranks")
         say_what_launchers_do(type(self._strategy).__name__)
@@ -101,7 +101,11 @@ class PeerRecovery(RecoveryPolicy):
         if (change := self._newcomers.entered()) is not None:
             self.losses.append(change)
             change.warn(view)
-        self._end_former()
+        former = self._leave_former()
+        if again:
+            self.retry(lambda: gather(None, "that the fit has begun again"))
+            if former is not None:  # nobody needs it any more
+                former.close()
 
     def _unsurvivable(self, view: View) -> HeteroError | None:
         """The reason why this fit could not go on without a rank; ``None`` if it can."""
@@ -134,7 +138,7 @@ class PeerRecovery(RecoveryPolicy):
         threads.unfreeze_gc()
         self._over = True
         self.pause()
-        self._end_former()
+        self._leave_former()
         self._newcomers.end()
 
     def pause(self) -> None:
@@ -166,17 +170,12 @@ class PeerRecovery(RecoveryPolicy):
             )
         return agreed, me, self._store if agreed.host == me else None
 
-    def _end_former(self) -> None:
-        if (former := self._former) is None:
-            return
-        former.leave()
-        self._former = None
-        wait_for_news(self._membership is None)
-        if former is not failures.membership():  # but of those that were there before others joined
-            try:
-                self.retry(lambda: gather(None, "that the fit has begun again"))  # nobody else needs it any more
-            finally:
-                former.close()
+    def _leave_former(self) -> Membership | None:
+        former, self._former = self._former, None
+        if former is not None:
+            former.leave()
+            wait_for_news(self._membership is None)
+        return former
 
     def failed(self, exception: BaseException) -> None:
         """Let the others know why this rank ends; they go on."""
