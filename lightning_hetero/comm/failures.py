@@ -126,12 +126,16 @@ def first_failure(seconds: float) -> Failure | None:
     Args:
         seconds: longest wait for one.
     """
-    return None if _membership is None else _membership.first(seconds)
+    if _membership is None:
+        return None
+    reports = _membership.reports
+    _membership.wait(lambda: reports.first() is not None, seconds)
+    return reports.first()
 
 
 def errors() -> list[Failure]:
     """The errors of ranks in this run, this one's among them, in the same order on all ranks; without echoes."""
-    return [] if _membership is None else _membership.errors()
+    return [] if _membership is None else _membership.reports.errors()
 
 
 def told(rank: int, seconds: float = 0.0) -> bool:
@@ -141,7 +145,11 @@ def told(rank: int, seconds: float = 0.0) -> bool:
         rank: which one.
         seconds: longest wait for it, or for the end of that rank.
     """
-    return _membership is not None and _membership.told(rank, seconds)
+    if _membership is None:
+        return False
+    reports = _membership.reports
+    _membership.wait(lambda: not reports.silent(rank), seconds)
+    return reports.told(rank)
 
 
 def places(since: float | None = None) -> str:

@@ -39,7 +39,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from lightning_hetero.comm.failure_detector import LEFT
-from lightning_hetero.comm.failure_reports import Failure, Kind
+from lightning_hetero.comm.failure_reports import Failure, FailureReports, Kind
 from lightning_hetero.comm.membership_protocol import AgreedView, Member, MembershipTerms, ViewProposal
 from lightning_hetero.comm.quorum import Roster
 from lightning_hetero.comm.threads import close_at_exit
@@ -102,6 +102,11 @@ class Membership:
         return not_none(self._transport.address, "where this member listens")
 
     @property
+    def reports(self) -> FailureReports:
+        """Failures that this member knows of."""
+        return self._member.reports
+
+    @property
     def survives(self) -> bool:
         """Whether members go on without lost ones."""
         return self._member.survives
@@ -138,14 +143,14 @@ class Membership:
         self._last_turn = time.monotonic()
         self._thread = threading.Thread(target=self._serve, name="hetero-membership", daemon=True)
         self._thread.start()
-        self._wait(lambda: member.met, seconds)
+        self.wait(lambda: member.met, seconds)
         return member.met
 
     # -- failures ----------------------------------------------------------------------------------
 
     def begin_run(self) -> None:
         """A fit, a validation, a test or a prediction begins, on all members."""
-        self._member.reports.run += 1
+        self.reports.run += 1
         self._post(self._member.begin_run)
 
     def announce(self, kind: Kind, how: str) -> None:
@@ -155,12 +160,11 @@ class Membership:
             kind: of failure.
             how: completes "rank 2 ...".
         """
-        member = self._member
-        failure = Failure(self.me, kind, member.reports.run, how[:_TEXT])
-        self._post(lambda: member.announce(failure))
-        self._wait(lambda: member.reports.knows(failure), _PATIENCE)  # it comes back: all ranks have the same order
-        if not member.reports.knows(failure):
-            member.reports.add(failure)
+        failure = Failure(self.me, kind, self.reports.run, how[:_TEXT])
+        self._post(lambda: self._member.announce(failure))
+        self.wait(lambda: self.reports.knows(failure), _PATIENCE)  # it comes back: all ranks have the same order
+        if not self.reports.knows(failure):
+            self.reports.add(failure)
 
     def tell(self, **message: object) -> None:
         """Send a message to all other members, or to one.
@@ -170,30 +174,13 @@ class Membership:
         """
         self._post(lambda: self._member.tell(message))
 
-    def first(self, seconds: float) -> Failure | None:
-        """The failure of another rank that came first; ``None``: none is known.
+    def wait(self, condition: Callable[[], bool], seconds: float) -> None:
+        """Wait until a condition holds, which messages of others may bring about; not longer than this one takes part.
 
         Args:
-            seconds: longest wait for one.
+            condition: is asked again and again.
+            seconds: longest wait.
         """
-        self._wait(lambda: self._member.reports.first() is not None, seconds)
-        return self._member.reports.first()
-
-    def errors(self) -> list[Failure]:
-        """The errors of ranks in this run, this one's among them, in the same order on all ranks; without echoes."""
-        return self._member.reports.errors()
-
-    def told(self, rank: int, seconds: float = 0.0) -> bool:
-        """Whether a rank's error is on the terminal.
-
-        Args:
-            rank: which one.
-            seconds: longest wait for it, or for the end of that rank.
-        """
-        self._wait(lambda: not self._member.reports.silent(rank), seconds)
-        return self._member.reports.told(rank)
-
-    def _wait(self, condition: Callable[[], bool], seconds: float) -> None:
         with self._turn:
             self._turn.wait_for(
                 lambda: self._closed or self._member.evicted is not None or condition(), max(seconds, 0.0)
@@ -231,7 +218,7 @@ class Membership:
         first = Roster(number, -1, tuple(sorted(tuple(sorted(unit)) for unit in units)))
         self._members = first.members
         self._post(lambda: member.survive(terms, first, longest))
-        self._wait(lambda: member.survives, _PATIENCE)
+        self.wait(lambda: member.survives, _PATIENCE)
 
     def leave(self) -> None:
         """Go on without lost members no more: a lost one is a failure. Who still does must do without this one."""
@@ -260,7 +247,7 @@ class Membership:
     ) -> ViewProposal | None:
         """The view after another one; ``None`` if this member must end."""
         self._post(lambda: member.arrive(progress))
-        self._wait(lambda: member.agreed is not before, until - time.monotonic())
+        self.wait(lambda: member.agreed is not before, until - time.monotonic())
         if member.evicted is None and member.agreed is before:
             member.finish("it was closed." if self._closed else "the members have not agreed in time.")
         return None if member.evicted is not None else member.agreed

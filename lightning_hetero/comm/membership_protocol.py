@@ -1,18 +1,49 @@
 """Membership protocol of one member: pure, without sockets, threads or clocks of its own."""
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
-from lightning_hetero.comm.failure_detector import (
-    AdaptiveTimeout,
-    FailureDetector,
-    Heartbeat,
-    LostMembers,
-    MemberChannel,
-    MemberEnvironment,
-)
+from lightning_hetero.comm.failure_detector import AdaptiveTimeout, LostMembers
 from lightning_hetero.comm.failure_reports import GONE, Failure, FailureReports
-from lightning_hetero.comm.quorum import Key, LeaderElection, MemberState, Roster, decide
+from lightning_hetero.comm.quorum import Key, MemberState, Roster, decide
+
+
+class MemberChannel(Protocol):
+    """A connection to another member."""
+
+    peer: Any
+    mine: bool
+
+    def send(self, message: dict[str, Any]) -> None:
+        """Send a message."""
+
+    def close(self) -> None:
+        """Close the connection; nothing is heard of it any more."""
+
+
+class MemberEnvironment(Protocol):
+    """Environment of a member: clock, connections and counters."""
+
+    def now(self) -> float:
+        """Seconds, on a clock that never goes back."""
+
+    def connect(self, peer: int) -> MemberChannel:
+        """Begin to connect to a member."""
+
+    def offer(self, number: int, /) -> Any:
+        """The store at which the members of a view meet."""
+
+    def busy(self) -> float:
+        """Number of processes for each core of this machine, at least 1."""
+
+    def steps(self) -> int:
+        """Number of steps that this member has done."""
+
+    def failed(self, failure: Failure, /) -> None:
+        """Another member has told of its failure, or has ended."""
+
+    def heard(self, message: dict[str, Any], /) -> None:
+        """Another member has told something to this one, or to all."""
 
 
 class ViewProposal(NamedTuple):
@@ -240,6 +271,154 @@ class ViewChange:
             if peer != member.me:
                 member.inbound[peer].send({"k": "propose", "v": proposal.written()})
         return proposal
+
+
+class Heartbeat:
+    """Heartbeats: sends them, and takes in what others say of themselves.
+
+    How many steps a member has done is in its heartbeats, and in the first message on a connection and the last one.
+    So what is known of it is up to a heartbeat old.
+
+    Args:
+        member: that lives.
+
+    Attributes:
+        steps: that each other member has done, as far as is known; fewer than it really has.
+    """
+
+    def __init__(self, member: "Member") -> None:
+        self._member = member
+        self._sent = float("-inf")
+        self.steps: dict[int, int] = {}
+
+    def tick(self, now: float) -> None:
+        """Send a heartbeat, if it is time."""
+        member = self._member
+        if now - self._sent < member.timeout.beat:
+            return
+        self._sent = now
+        beat = self.with_steps({"k": "beat", "v": round(member.environment.busy(), 2)})
+        for channel in (*member.inbound.values(), *member.outbound.values()):
+            channel.send(beat)
+
+    def with_steps(self, message: dict[str, Any]) -> dict[str, Any]:
+        """A message with the number of steps that this member has done, too."""
+        return {**message, "steps": self._member.environment.steps()}
+
+    def received(self, peer: int, message: Mapping[str, Any]) -> None:
+        """Another member has sent a message, of any kind."""
+        if message["k"] == "beat":
+            self._member.timeout.busy(peer, float(message.get("v", 1.0)))
+        if "steps" in message:
+            self.learn({peer: int(message["steps"])})
+
+    def learn(self, steps: Mapping[int, int]) -> None:
+        """Hear how far members have come, from themselves or from others; it may be old."""
+        for peer, done in steps.items():
+            self.steps[peer] = max(done, self.steps.get(peer, done))
+
+
+class FailureDetector:
+    """Failure detector: the coordinator judges the silence of all members, a member that of the coordinator.
+
+    If the coordinator is silent, members ask others whether they are alive before they give it up. So all that are on
+    the other side of a broken network are known at once.
+
+    Args:
+        member: that watches.
+
+    Attributes:
+        asked: members that were asked and have not answered yet, and since when.
+    """
+
+    def __init__(self, member: "Member") -> None:
+        self._member = member
+        self.asked: dict[int, float] = {}
+
+    def heard(self, other: int) -> None:
+        """A member has answered, or is not waited for any more."""
+        self.asked.pop(other, None)
+
+    def tick(self) -> None:
+        """Some time has passed."""
+        member = self._member
+        if not member.survives:
+            return
+        now, grace = member.environment.now(), member.timeout.grace
+        for other in member.others if member.is_coordinator else [member.coordinator]:
+            silence = member.timeout.silence(other, now)
+            if silence > grace:
+                asked = {} if member.is_coordinator else dict(self.asked)
+                member.lose(other, f"has not been heard of for {silence:.1f} s")
+                for silent, since in asked.items():
+                    if now - since > 0.4 * grace:
+                        member.lose(silent, f"has not been heard of for {now - since:.1f} s")
+            elif silence > grace / 2 and not member.is_coordinator:
+                self._ask(now)
+
+    def _ask(self, now: float) -> None:
+        """Ask those that would be the coordinator before this member; and all, if it is the next one itself."""
+        member = self._member
+        others = [other for other in member.others if other != member.coordinator]
+        next_in_line = all(other > member.me for other in others)
+        for other in others:
+            if next_in_line or other < member.me:
+                self.asked.setdefault(other, now)
+
+
+class LeaderElection:
+    """Election of the coordinator: the lowest living member, unless others already follow another.
+
+    Two members may take themselves for the coordinator for a while. That does no harm: a view needs the
+    acknowledgement of all its members, and each of them follows one coordinator only.
+
+    Args:
+        member: that follows.
+
+    Attributes:
+        coordinator: the member that leads, as far as this one knows.
+        term: how often it has changed, as far as is known. Members turn to the one with the highest term.
+    """
+
+    def __init__(self, member: "Member") -> None:
+        self._member = member
+        self.coordinator, self.term = min(member.view.members), 0
+
+    def choose(self) -> bool:
+        """Follow the lowest living member if the coordinator is lost; whether there is one."""
+        member = self._member
+        while not self._leads():
+            living = [*member.others, *([member.me] if member.me not in member.lost else [])]
+            if not living:
+                return False
+            self.follow(min(living), self.term + 1)
+        return True
+
+    def _leads(self) -> bool:
+        """Whether the coordinator does its part. One that has left does, unless it ends or there is a view to make."""
+        member, coordinator = self._member, self.coordinator
+        stays = coordinator in member.lost.left and not member.changing and coordinator in member.outbound
+        return coordinator in member.view.members and (stays or coordinator not in member.lost)
+
+    def consider(self, peer: int, state: MemberState) -> None:
+        """Perhaps follow the coordinator that another member names."""
+        member, coordinator = self._member, state.coordinator
+        if coordinator == self.coordinator:
+            self.term = max(self.term, state.term)
+        elif coordinator in member.lost:
+            return
+        elif peer == self.coordinator:  # it is not the coordinator (any more)
+            self.follow(coordinator, max(self.term, state.term) + (coordinator == member.me))
+        elif coordinator != member.me and (state.term, -coordinator) > (self.term, -self.coordinator):
+            silence = member.timeout.silence(self.coordinator, member.environment.now())
+            if member.is_coordinator or (peer == coordinator and silence > member.timeout.grace / 2):
+                self.follow(coordinator, state.term)
+
+    def follow(self, coordinator: int, term: int) -> None:
+        """Follow another coordinator, or become it."""
+        self._member.leave_coordinator()
+        self.coordinator, self.term = coordinator, term
+        self._member.coordinator_chosen()
 
 
 class MembershipTerms(NamedTuple):

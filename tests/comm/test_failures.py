@@ -48,8 +48,13 @@ def wait_for(condition: Callable[[], bool]) -> bool:
     return condition()
 
 
+def first(one: Membership, seconds: float) -> Failure | None:
+    one.wait(lambda: one.reports.first() is not None, seconds)
+    return one.reports.first()
+
+
 def named(one: Membership) -> tuple[int, str] | None:
-    failure = one.first(LONG)
+    failure = first(one, LONG)
     return failure and (failure.rank, failure.kind)
 
 
@@ -57,14 +62,14 @@ def test_a_rank_that_ends_without_a_word_is_known_to_all() -> None:
     with ranks() as everyone:
         die(everyone[2])
         assert [named(everyone[rank]) for rank in (0, 1, 3)] == [(2, "gone")] * 3
-        assert "rank 2 has ended without an error message" in str(everyone[3].first(0))
+        assert "rank 2 has ended without an error message" in str(first(everyone[3], 0))
 
 
 def test_what_came_first_wins_over_its_echoes() -> None:
     with ranks() as everyone:
         everyone[3].announce("echo", "has lost another rank")  # before the others know of which rank
         die(everyone[3])
-        assert everyone[1].first(0.3) is None
+        assert first(everyone[1], 0.3) is None
         everyone[2].announce("failed", "failed with ValueError: no")
         everyone[0].announce("echo", "has lost another rank")
         assert named(everyone[1]) == (2, "failed")
@@ -87,24 +92,24 @@ def test_an_error_is_of_its_own_run_only() -> None:
         assert named(everyone[1]) is not None
         for one in everyone:
             one.begin_run()
-        assert [one.first(0.1) for one in everyone] == [None] * 3
+        assert [first(one, 0.1) for one in everyone] == [None] * 3
         everyone[1].announce("failed", "failed with ValueError: another")
-        assert [str(everyone[rank].first(LONG)) for rank in (0, 2)] == ["rank 1 failed with ValueError: another"] * 2
+        assert [str(first(everyone[rank], LONG)) for rank in (0, 2)] == ["rank 1 failed with ValueError: another"] * 2
         die(everyone[1])
         for one in everyone:
             one.begin_run()
-        assert [str(everyone[rank].first(LONG)) for rank in (0, 2)] == ["rank 1 has ended"] * 2
+        assert [str(first(everyone[rank], LONG)) for rank in (0, 2)] == ["rank 1 has ended"] * 2
 
 
 def test_strangers_change_nothing() -> None:
-    with ranks(2) as (first, other):
-        address = first._transport.address
+    with ranks(2) as (one, other):
+        address = one._transport.address
         strangers = [socket.create_connection(address) for _ in range(60)]
         for number, stranger in enumerate(strangers):
             contents = [
                 b"\x00" * 9000,
                 b"0" * 32 + b" 1\n",
-                json.dumps({"rank": 1, "kind": "failed", "run": 1, "how": "failed"}).encode() + b"\n",
+                json.dumps({"k": "report", "v": [1, "failed", 1, "failed"]}).encode() + b"\n",
                 b" 1\n\xff\n",
                 b"[" * 4000 + b"\n",  # too deep for a JSON parser
                 b"GET / HTTP/1.1\r\n\r\n",
@@ -116,10 +121,10 @@ def test_strangers_change_nothing() -> None:
                 continue  # it has been refused: there are too many
         for stranger in strangers[::2]:
             stranger.close()
-        assert first.first(0.3) is None
-        assert first._member.inbound.keys() == {1}
+        assert first(one, 0.3) is None
+        assert one._member.inbound.keys() == {1}
         other.announce("failed", "failed")
-        assert first.first(LONG) == Failure(1, "failed", 1, "failed")
+        assert first(one, LONG) == Failure(1, "failed", 1, "failed")
         for stranger in strangers:
             stranger.close()
 
@@ -149,7 +154,7 @@ def test_ranks_are_named_by_their_first_numbers_after_others_were_lost(monkeypat
         monkeypatch.setattr(failures.dist, "get_rank", lambda: 0)
         monkeypatch.setattr(failures.dist, "get_world_size", lambda: 2)
         failures.continue_to_watch([1, 4])
-        everyone[1]._member.reports.members = (1, 4)  # as they have agreed
+        everyone[1].reports.members = (1, 4)  # as they have agreed
         try:
             assert failures.first_failure(0.0) is None  # those that are not there any more have no part in it
             everyone[4].announce("failed", "failed with ValueError")
@@ -172,15 +177,17 @@ def test_later_reports_arrive_after_the_coordinator_was_lost(lost: list[int]) ->
         everyone[3].announce("failed", "failed with ValueError: no")
         everyone[4].announce("failed", "failed with ValueError: neither")
         for one in rest:
-            assert one.told(3, 0.0) is False
-            assert wait_for(lambda one=one: [error.rank for error in one.errors()] == [3, 4]), one.errors()
+            assert one.reports.silent(3)
+            assert wait_for(lambda one=one: [error.rank for error in one.reports.errors()] == [3, 4]), (
+                one.reports.errors()
+            )
         everyone[3].announce("told", "")
-        assert all(one.told(3, LONG) for one in rest)
+        assert wait_for(lambda: all(one.reports.told(3) for one in rest))
         everyone[2].tell(to=4, about="notice", text="where I am")
         assert wait_for(lambda: heard == [{"to": 4, "about": "notice", "text": "where I am", "by": 2}])
         die(everyone[3])
         rest.remove(everyone[3])
-        assert wait_for(lambda: all(one._member.reports.ended(3) in one._member.reports.all() for one in rest))
+        assert wait_for(lambda: all(one.reports.ended(3) in one.reports.all() for one in rest))
 
 
 def test_what_a_rank_reports_while_the_coordinator_ends_is_not_lost() -> None:
@@ -188,9 +195,9 @@ def test_what_a_rank_reports_while_the_coordinator_ends_is_not_lost() -> None:
         die(everyone[0])
         for one in everyone[1:]:
             one.announce("failed", f"failed on {one.me}")
-        orders = [[error.rank for error in one.errors()] for one in everyone[1:]]
-        assert wait_for(lambda: all(len(one.errors()) == 3 for one in everyone[1:])), orders
-        orders = [[error.rank for error in one.errors()] for one in everyone[1:]]
+        orders = [[error.rank for error in one.reports.errors()] for one in everyone[1:]]
+        assert wait_for(lambda: all(len(one.reports.errors()) == 3 for one in everyone[1:])), orders
+        orders = [[error.rank for error in one.reports.errors()] for one in everyone[1:]]
         assert orders == orders[:1] * 3
 
 
@@ -200,7 +207,7 @@ def test_nobody_is_judged_by_silence() -> None:
         everyone[2]._transport.poll = lambda seconds: time.sleep(0.2) or []  # type: ignore[method-assign]
         for one in everyone:
             one._member.timeout._given = 0.5
-        assert [everyone[rank].first(3.0) for rank in (0, 1)] == [None, None]
+        assert [first(everyone[rank], 3.0) for rank in (0, 1)] == [None, None]
 
 
 def test_a_message_without_sense_ends_the_connection_which_is_made_anew() -> None:
@@ -209,6 +216,6 @@ def test_a_message_without_sense_ends_the_connection_which_is_made_anew() -> Non
         before = everyone[0]._member.inbound[1]
         everyone[1].tell(to=0, about="place", place=[])
         assert wait_for(lambda: everyone[0]._member.inbound.get(1) not in (None, before))
-        assert [everyone[rank].first(0.3) for rank in (0, 2)] == [None] * 2
+        assert [first(everyone[rank], 0.3) for rank in (0, 2)] == [None] * 2
         everyone[1].announce("failed", "failed")
         assert [named(everyone[rank]) for rank in (0, 2)] == [(1, "failed")] * 2
