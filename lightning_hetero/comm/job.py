@@ -6,6 +6,7 @@ import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from datetime import timedelta
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -106,7 +107,8 @@ class Job:
         topology = discover(place, ranks_per_node)
         end_unused()
         check_equal("the strategy's options", options)
-        view = View.first(topology, replicas(topology))
+        numbers = tuple(map(failures.number, range(topology.world)))
+        view = replace(View.first(topology, replicas(topology)), ids=numbers)
         if follows is not None:
             view = view.grown(follows.view, [other.replica for other in everyone])
         return cls(view, timeout, options["within"])

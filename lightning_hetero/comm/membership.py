@@ -41,7 +41,6 @@ from typing import Any
 from lightning_hetero.comm.failure_detector import LEFT
 from lightning_hetero.comm.failure_reports import Failure, FailureReports, Kind
 from lightning_hetero.comm.membership_protocol import AgreedView, Member, MembershipTerms, ViewProposal
-from lightning_hetero.comm.quorum import Roster
 from lightning_hetero.comm.threads import close_at_exit
 from lightning_hetero.comm.transport import HostPort, MessageLink, MessageTransport
 from lightning_hetero.errors import MembershipLostError, not_none
@@ -203,7 +202,7 @@ class Membership:
 
         Args:
             terms: what the user has asked for.
-            number: of the view.
+            number: of the view, if others came before that this membership does not know.
             units: ids of each unit's members. A unit is lost as a whole if one of its members is.
             longest: what :attr:`longest` was before, to learn from where the grace is learned.
             on_change: called by the thread when the training thread must come to :meth:`agree`; again each second
@@ -215,9 +214,8 @@ class Membership:
         """
         member = self._member
         self._on_change, self.offer, self.steps = on_change, offer, steps
-        first = Roster(number, -1, tuple(sorted(tuple(sorted(unit)) for unit in units)))
-        self._members = first.members
-        self._post(lambda: member.survive(terms, first, longest))
+        self._members = member.view.members
+        self._post(lambda: member.survive(terms, number, units, longest))
         self.wait(lambda: member.survives, _PATIENCE)
 
     def leave(self) -> None:

@@ -302,8 +302,8 @@ class Heartbeat:
             channel.send(beat)
 
     def with_steps(self, message: dict[str, Any]) -> dict[str, Any]:
-        """A message with the number of steps that this member has done, too."""
-        return {**message, "steps": self._member.environment.steps()}
+        """A message with the number of steps that this member has done in this fit, too."""
+        return {**message, "steps": self._member.environment.steps() if self._member.survives else 0}
 
     def received(self, peer: int, message: Mapping[str, Any]) -> None:
         """Another member has sent a message, of any kind."""
@@ -564,22 +564,25 @@ class Member:
 
     def begin_run(self) -> None:
         """A fit, a validation, a test or a prediction begins, on all members."""
-        self._own = []
+        self._own, self.heartbeat.steps = [], {}
         self.lost.begin_again()
         self.view_change.begin_again()
 
-    def survive(self, terms: MembershipTerms, first: Roster, longest: float | None) -> None:
-        """Go on without lost members from now on, in a view of which all know.
+    def survive(
+        self, terms: MembershipTerms, number: int, units: Sequence[Sequence[int]], longest: float | None
+    ) -> None:
+        """Go on without lost members from now on.
 
         Args:
             terms: what the user has asked for.
-            first: the view.
+            number: of the view, at least.
+            units: of all members.
             longest: see :class:`~lightning_hetero.comm.failure_detector.AdaptiveTimeout`.
         """
         self.terms, self.survives, self.acked = terms, True, {}
-        if (first.number, first.units) != (self.view.number, self.view.units):
-            self.view = first
-        self.timeout = AdaptiveTimeout(terms.grace, len(first.members), longest)
+        sorted_units = tuple(sorted(tuple(sorted(unit)) for unit in units))
+        self.view = Roster(max(number, self.view.number), self.view.host, sorted_units)
+        self.timeout = AdaptiveTimeout(terms.grace, len(self.view.members), longest)
         self.timeout.expect(self.others, self.environment.now())
         self._tell_coordinator()
         self.advance()

@@ -20,7 +20,7 @@ from tasks import FAST, Net, dataset
 from torch import nn
 from torch.utils.data import DataLoader
 
-from lightning_hetero import DASOStrategy, NodeAverageStrategy, StepContext, Traits
+from lightning_hetero import DASOStrategy, HeteroDDPStrategy, NodeAverageStrategy, StepContext, Traits
 from lightning_hetero.algorithms.engine import Engine
 from lightning_hetero.batching.loss import LossTracker
 from lightning_hetero.callbacks.resumable import ResumableCheckpoint
@@ -41,6 +41,49 @@ class Killed(pl.Callback):
             and trainer.global_rank == self.rank
         ):
             os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Fails(pl.Callback):
+    """The same error on all ranks."""
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step == 2:
+            raise ValueError("the data is wrong")
+
+
+class Validated(Net):
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("loss", self.loss(batch), sync_dist=True)
+
+
+def _one_fit_after_another() -> tuple[list[Any], list[float]]:
+    losses, steps = [], []
+    for callback in (
+        Killed(0, 3),
+        Fails(),
+        Killed(1, 3),
+    ):  # the last one is rank 2: there is no rank 0
+        strategy = HeteroDDPStrategy(on_peer_loss="continue", timeout=60, balance="off")
+        trainer = pl.Trainer(strategy=strategy, callbacks=[callback], max_steps=6, **FAST)
+        with pytest.raises(ValueError, match="wrong") if isinstance(callback, Fails) else nullcontext():
+            trainer.fit(Net(), DataLoader(dataset(400), batch_size=4))
+        losses.append([(loss.lost, loss.samples, loss.ranks) for loss in strategy.recovery.losses])
+        steps.append(trainer.global_step)
+        if not isinstance(callback, Fails):
+            trainer.validate(Validated(), DataLoader(dataset(24), batch_size=4), verbose=False)
+    return losses, steps
+
+
+def test_a_process_that_fits_again_keeps_its_number_and_survives_again() -> None:
+    """After a loss, and after an error on all ranks."""
+    outcomes = attempt(_one_fit_after_another, 4)
+    for outcome in (outcomes[1], outcomes[3]):
+        assert outcome.error is None, outcome.trace
+        losses, steps = outcome.value
+        assert [[list(lost) for lost, *_ in fit] for fit in losses] == [[[0]], [], [[2]]], outcome.trace
+        assert [ranks for fit in losses for *_, ranks in fit] == [3, 2]
+        assert steps == [6, 2, 6]
+    assert outcomes[1].value == outcomes[3].value
 
 
 class Buffered(Net):

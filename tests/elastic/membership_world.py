@@ -72,7 +72,7 @@ class Node:
         self.member.reports.run += 1
         self.member.begin_run()
         if terms is not None:
-            self.member.survive(terms, first, None)
+            self.member.survive(terms, 0, first.units, None)
         self.slow = 0.0
 
     def now(self) -> float:

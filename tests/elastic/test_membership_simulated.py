@@ -7,7 +7,6 @@ import pytest
 from membership_world import TERMS, TICK, World
 
 from lightning_hetero.comm.failure_reports import Failure
-from lightning_hetero.comm.quorum import Roster
 
 SINGLE = [[0], [1], [2], [3], [4]]
 PAIRS = [[0, 1], [2, 3], [4, 5], [6, 7]]
@@ -204,9 +203,8 @@ def test_all_know_the_same_failures_in_one_order(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(10))
 def test_a_member_is_lost_while_others_begin_to_survive_that(seed: int, lost: int) -> None:
     world, draw = World(seed, PAIRS, None), random.Random(seed)
-    first = Roster(0, -1, tuple(map(tuple, PAIRS)))
     for node in world.nodes.values():
-        world.after(draw.uniform(1.0, 5.0), lambda node=node: node.runs and node.member.survive(TERMS, first, None))
+        world.after(draw.uniform(1.0, 5.0), lambda node=node: node.runs and node.member.survive(TERMS, 0, PAIRS, None))
     world.after(draw.uniform(0.5, 5.5), lambda: world.kill(lost))
     world.run(30.0)
     check_views(world)
