@@ -40,7 +40,7 @@ from typing import Any
 
 from lightning_hetero.comm.failure_detector import LEFT
 from lightning_hetero.comm.failure_reports import Failure, FailureReports, Kind
-from lightning_hetero.comm.membership_protocol import AgreedView, Member, MembershipTerms, ViewProposal
+from lightning_hetero.comm.membership_protocol import Member, MembershipTerms, NextView
 from lightning_hetero.comm.threads import close_at_exit
 from lightning_hetero.comm.transport import HostPort, MessageLink, MessageTransport
 from lightning_hetero.errors import MembershipLostError, not_none
@@ -222,7 +222,7 @@ class Membership:
         """Go on without lost members no more: a lost one is a failure. Who still does must do without this one."""
         self.announce("left", LEFT)
 
-    def agree(self, progress: tuple[int, ...]) -> AgreedView:
+    def agree(self, progress: tuple[int, ...]) -> NextView:
         """Agree with all living members on a new view; asks them to come, and waits until they have.
 
         Args:
@@ -241,8 +241,8 @@ class Membership:
         raise MembershipLostError(f"Rank {self.me} cannot go on: {member.evicted}")
 
     def _next(
-        self, member: Member, progress: tuple[int, ...], before: ViewProposal | None, until: float
-    ) -> ViewProposal | None:
+        self, member: Member, progress: tuple[int, ...], before: NextView | None, until: float
+    ) -> NextView | None:
         """The view after another one; ``None`` if this member must end."""
         self._post(lambda: member.arrive(progress))
         self.wait(lambda: member.agreed is not before, until - time.monotonic())
@@ -250,14 +250,11 @@ class Membership:
             member.finish("it was closed." if self._closed else "the members have not agreed in time.")
         return None if member.evicted is not None else member.agreed
 
-    def _result(self, agreed: ViewProposal) -> AgreedView:
-        roster, lost = agreed.roster, {}
-        for one in set(self._members).difference(roster.members):
-            lost[one] = agreed.lost.get(one, "was not among those that went on")
-        self._members = roster.members
-        all_progress = {one: agreed.progress[one] for one in roster.members}
-        lost = dict(sorted(lost.items()))
-        return AgreedView(roster.number, roster.members, all_progress, lost, agreed.offer, roster.host, agreed.steps)
+    def _result(self, agreed: NextView) -> NextView:
+        """The view, with those that were lost since the one of which the training thread knows."""
+        lost = sorted(set(self._members).difference(agreed.members))
+        self._members = agreed.members
+        return agreed._replace(lost={one: agreed.lost.get(one, "was not among those that went on") for one in lost})
 
     def close(self) -> None:
         """End the thread and close all connections; idempotent."""

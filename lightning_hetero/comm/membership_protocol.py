@@ -46,15 +46,16 @@ class MemberEnvironment(Protocol):
         """Another member has told something to this one, or to all."""
 
 
-class ViewProposal(NamedTuple):
-    """A view that the coordinator proposes.
+class NextView(NamedTuple):
+    """A view that the coordinator proposes, and on which its members then agree.
 
     Attributes:
-        roster: who would take part.
-        progress: of each member.
-        lost: all that are lost, with the reasons.
+        roster: who takes part.
+        progress: what each of them gave to ``agree()``.
+        lost: all that are lost, each with the reason, which completes "rank 3 ...".
         offer: what the coordinator's ``offer`` returned.
-        steps: that members have done, lost ones too, as far as the coordinator knows.
+        steps: that each member has done; lost ones too, as far as is known. They told it with their heartbeats, so they
+            may have done more.
     """
 
     roster: Roster
@@ -68,13 +69,18 @@ class ViewProposal(NamedTuple):
         """Key that tells the view from all others."""
         return self.roster.key
 
+    @property
+    def members(self) -> tuple[int, ...]:
+        """Ids of those that take part, ascending."""
+        return self.roster.members
+
     def written(self) -> list[Any]:
         """For JSON, which has no numbers as keys."""
         by_member = [list(one.items()) for one in (self.progress, self.lost, self.steps)]
         return [self.roster, *by_member, self.offer]
 
     @classmethod
-    def read(cls, value: Any) -> "ViewProposal":
+    def read(cls, value: Any) -> "NextView":
         """The proposal that was written as JSON."""
         roster, all_progress, lost, steps, offer = value
         come = {member: tuple(one) for member, one in all_progress}
@@ -94,7 +100,7 @@ class ViewChange:
     def __init__(self, member: "Member") -> None:
         self._member = member
         self._told: dict[int, MemberState] = {}  # of members, on their connections of now
-        self._proposal: ViewProposal | None = None
+        self._proposal: NextView | None = None
         self._acks: set[int] = set()
         self._since = member.environment.now()
         self._untold = False
@@ -243,7 +249,7 @@ class ViewChange:
 
     # -- what becomes of it ------------------------------------------------------------------------
 
-    def _propose(self, all_progress: dict[int, tuple[int, ...]]) -> ViewProposal | None:
+    def _propose(self, all_progress: dict[int, tuple[int, ...]]) -> NextView | None:
         member, rosters = self._member, self._rosters()
         units, lacks = decide(all_progress, rosters, member.lost.left, member.terms.minimum, member.terms.unit)
         missing = {one: why for one, why in member.lost.reasons.items() if one in rosters[0].members}
@@ -264,7 +270,7 @@ class ViewChange:
             return None
         roster = Roster(number, member.me, units)
         steps = {**member.heartbeat.steps, member.me: member.environment.steps()}
-        proposal = ViewProposal(roster, all_progress, member.lost.reasons, offer, steps)
+        proposal = NextView(roster, all_progress, member.lost.reasons, offer, steps)
         self._proposal, self._acks = proposal, {member.me}
         member.acked[proposal.key] = proposal
         for peer in proposal.roster.members:
@@ -438,30 +444,6 @@ class MembershipTerms(NamedTuple):
     unit: str = "replica"
 
 
-class AgreedView(NamedTuple):
-    """View on which its members have agreed.
-
-    Attributes:
-        number: of the view.
-        members: ids of those that take part, ascending.
-        progress: what each of them gave to :meth:`Membership.agree`.
-        lost: members of the view before that do not take part any more, each with the reason, which completes
-            "rank 3 ...".
-        offer: what the coordinator's ``offer`` returned.
-        host: id of the member that made the offer.
-        steps: that each member has done; also those that do not take part any more, as far as is known. They told it
-            with their heartbeats, so they may have done more.
-    """
-
-    number: int
-    members: tuple[int, ...]
-    progress: dict[int, tuple[int, ...]]
-    lost: dict[int, str]
-    offer: Any
-    host: int
-    steps: dict[int, int]
-
-
 _TICK = 0.02  # seconds: it is not worthwhile to look at all members more often
 
 
@@ -493,12 +475,12 @@ class Member:
         self.me, self.view, self.environment = me, Roster(0, -1, tuple((one,) for one in sorted(members))), environment
         self.terms = MembershipTerms(None, 1, 0.0)
         self.timeout = AdaptiveTimeout(None, len(members))
-        self.acked: dict[Key, ViewProposal] = {}
+        self.acked: dict[Key, NextView] = {}
         self.lost, self.reports = LostMembers(me), FailureReports(me, self.view.members)
         self.survives = self.changing = False
         self.began = 0.0
         self.progress: tuple[int, ...] | None = None
-        self.agreed: ViewProposal | None = None
+        self.agreed: NextView | None = None
         self.evicted: str | None = None
         self.inbound: dict[int, MemberChannel] = {}
         self.outbound: dict[int, MemberChannel] = {}
@@ -706,7 +688,7 @@ class Member:
             elif peer == self.coordinator:
                 self.environment.heard(value)
         elif kind == "propose" and channel is self.outbound.get(self.coordinator):
-            self._acknowledge(channel, ViewProposal.read(value))
+            self._acknowledge(channel, NextView.read(value))
         elif kind == "ack" and channel is self.inbound.get(peer):
             self.view_change.acknowledged(peer, tuple(value))
         elif kind == "commit" and tuple(value) in self.acked:
@@ -779,7 +761,7 @@ class Member:
             self.outbound.pop(peer, None)  # it was only asked whether it is alive
             channel.close()
 
-    def _acknowledge(self, channel: MemberChannel, proposal: ViewProposal) -> None:
+    def _acknowledge(self, channel: MemberChannel, proposal: NextView) -> None:
         if self.progress is not None and self.me in proposal.roster.members and proposal.key > self.view.key:
             self.acked[proposal.key] = proposal
             self.heartbeat.learn(proposal.steps)
@@ -787,7 +769,7 @@ class Member:
         else:
             channel.send(self.state())
 
-    def commit(self, proposal: ViewProposal) -> None:
+    def commit(self, proposal: NextView) -> None:
         """A view has been committed."""
         if self.evicted is not None or proposal.key != max(self.acked):
             return  # a later view has been acknowledged, which is the one that counts

@@ -16,7 +16,7 @@ from lightning_hetero.comm.failure_detector import LEFT
 from lightning_hetero.comm.failures import deadline, is_communication_error, wait_for_news
 from lightning_hetero.comm.job import in_words, open_store
 from lightning_hetero.comm.membership import Membership
-from lightning_hetero.comm.membership_protocol import AgreedView, MembershipTerms
+from lightning_hetero.comm.membership_protocol import MembershipTerms, NextView
 from lightning_hetero.comm.retry import CollectiveRetry, set_repeater
 from lightning_hetero.comm.stores import store_at
 from lightning_hetero.comm.view import View
@@ -152,7 +152,7 @@ class PeerRecovery(RecoveryPolicy):
             self._former, self._membership = self._membership, None
             wait_for_news(False)
 
-    def remaining(self) -> tuple[AgreedView, int, dist.Store | None] | None:
+    def remaining(self) -> tuple[NextView, int, dist.Store | None] | None:
         """See :class:`~lightning_hetero.strategies.recovery_policy.RecoveryPolicy`.
 
         Raises:
@@ -168,7 +168,7 @@ class PeerRecovery(RecoveryPolicy):
                 f"Rank {me} cannot go on: rank(s) {', '.join(map(str, begun))} have begun again just before another "
                 "one was lost, and go on without this one. Start it again if the job lets replicas join."
             )
-        return agreed, me, self._store if agreed.host == me else None
+        return agreed, me, self._store if agreed.roster.host == me else None
 
     def _leave_former(self) -> Membership | None:
         former, self._former = self._former, None
@@ -308,7 +308,7 @@ class PeerRecovery(RecoveryPolicy):
             agreed = membership.agree(own)
             lost, known = lost | agreed.lost, known | agreed.steps
             if LEFT_FIT in map(tuple, agreed.progress.values()):  # others have left the fit, and this rank was about to
-                raise self._newcomers.again(agreed, self._store if agreed.host == me else None)
+                raise self._newcomers.again(agreed, self._store if agreed.roster.host == me else None)
             try:
                 missed, counted = self._rejoin(agreed, own, lost, known, of_own_streams)
                 break
@@ -316,8 +316,8 @@ class PeerRecovery(RecoveryPolicy):
                 if not _is_of_others(error):
                     raise
                 if time.monotonic() - began > limit:
-                    raise unreachable_members(me, limit, agreed.number, error) from error
-                _log.info("rank %d could not join view %d: %s", me, agreed.number, error)
+                    raise unreachable_members(me, limit, agreed.roster.number, error) from error
+                _log.info("rank %d could not join view %d: %s", me, agreed.roster.number, error)
         self._newcomers.continue_after_loss()
         self._tell(lost, counted, time.monotonic() - stopped)
         return missed
@@ -342,7 +342,7 @@ class PeerRecovery(RecoveryPolicy):
 
     def _rejoin(
         self,
-        agreed: AgreedView,
+        agreed: NextView,
         own: Progress,
         lost: dict[int, str],
         known: dict[int, int],
@@ -351,10 +351,10 @@ class PeerRecovery(RecoveryPolicy):
         strategy, collectives = self._strategy, self._collectives
         me, before = self._watched.me, strategy.job.view
         strategy.abandon()
-        store = self._store if agreed.host == me else None
+        store = self._store if agreed.roster.host == me else None
         store = store or store_at(agreed.offer, strategy.options.limit)
         with collectives.plain():
-            job = strategy.job.for_survivors(agreed.number, agreed.members, store)
+            job = strategy.job.for_survivors(agreed.roster.number, agreed.members, store)
             all_progress = [Progress(*agreed.progress[id]) for id in job.view.ids]
             strategy.check_shards(job.view, [(progress.step, progress.exchanges) for progress in all_progress])
             catch_up(collectives, all_progress, own)

@@ -19,7 +19,7 @@ from lightning_hetero.errors import MembershipLostError
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-    from lightning_hetero.comm.membership_protocol import AgreedView
+    from lightning_hetero.comm.membership_protocol import NextView
     from lightning_hetero.comm.view import View
 
 
@@ -324,7 +324,7 @@ class RecoveryPolicy:
     def pause(self) -> None:
         """Leave the fit, to begin it again with other ranks (collective)."""
 
-    def remaining(self) -> "tuple[AgreedView, int, dist.Store | None] | None":
+    def remaining(self) -> "tuple[NextView, int, dist.Store | None] | None":
         """The ranks that remain of those that have left the fit (collective over them).
 
         Returns:

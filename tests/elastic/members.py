@@ -11,7 +11,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from lightning_hetero.comm.membership import Membership
-from lightning_hetero.comm.membership_protocol import AgreedView, MembershipTerms
+from lightning_hetero.comm.membership_protocol import MembershipTerms, NextView
 from lightning_hetero.errors import MembershipLostError
 
 LONG = 30.0  # seconds for what takes no time on a machine that is not busy
@@ -58,7 +58,7 @@ class Threads:
         first = min(self.all)
         until(lambda: len(self.all[first]._member.inbound) == len(self.all) - 1)
 
-    def agree(self, members: Sequence[int]) -> dict[int, AgreedView | MembershipLostError]:
+    def agree(self, members: Sequence[int]) -> dict[int, NextView | MembershipLostError]:
         """Results or errors of ``agree`` in some members, all at once."""
         return self.agree_later(members).results()
 

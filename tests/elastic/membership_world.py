@@ -8,7 +8,7 @@ from typing import Any
 
 from lightning_hetero.comm.failure_detector import LEFT
 from lightning_hetero.comm.failure_reports import Failure
-from lightning_hetero.comm.membership_protocol import Member, MembershipTerms, ViewProposal
+from lightning_hetero.comm.membership_protocol import Member, MembershipTerms, NextView
 from lightning_hetero.comm.quorum import Roster
 
 TICK = 0.3
@@ -45,7 +45,7 @@ class Watched(Member):
         if self.survives and self.lost.reasons.get(member) != before:
             self.environment.world.lost.append((self.me, member, why))
 
-    def commit(self, proposal: ViewProposal) -> None:
+    def commit(self, proposal: NextView) -> None:
         before = self.view
         super().commit(proposal)
         if self.view is not before:

@@ -9,7 +9,7 @@ import pytest
 from members import LONG, TERMS, TOKEN, Threads, in_threads, until
 
 from lightning_hetero.comm.membership import Membership
-from lightning_hetero.comm.membership_protocol import AgreedView
+from lightning_hetero.comm.membership_protocol import NextView
 from lightning_hetero.errors import MembershipLostError
 
 
@@ -23,10 +23,10 @@ def steady(threads: Threads, members: list[int], seconds: float = 0.5) -> None:
     assert not any(threads.all[one].changing for one in members), known
 
 
-def same(results: dict) -> AgreedView:
+def same(results: dict) -> NextView:
     """The view that all have agreed on."""
     views = list(results.values())
-    assert all(isinstance(view, AgreedView) and view == views[0] for view in views), results
+    assert all(isinstance(view, NextView) and view == views[0] for view in views), results
     return views[0]
 
 
@@ -40,8 +40,8 @@ def test_all_agree_on_those_that_remain() -> None:
         assert view.progress == {0: (0, 0), 1: (1, 10), 3: (3, 30)}
         assert list(view.lost) == [2]
         assert view.lost[2].startswith("has ended without an error message: killed, out of memory")
-        assert view.host == 0
-        assert view.offer == [os.getpid(), view.number]
+        assert view.roster.host == 0
+        assert view.offer == [os.getpid(), view.roster.number]
         steady(threads, [0, 1, 3])
         assert {one: called > 0 for one, called in threads.called.items()} == {0: True, 1: True, 2: False, 3: True}
         assert threads.called_at[3] - died < TERMS.grace  # nobody waits for its silence
@@ -49,7 +49,7 @@ def test_all_agree_on_those_that_remain() -> None:
         changing(threads, [1, 3])
         again = threads.agree([1, 3])
         assert same(again).members == (1, 3)
-        assert same(again).number > view.number
+        assert same(again).roster.number > view.roster.number
         assert list(same(again).lost) == [0]
 
 
@@ -69,7 +69,7 @@ def test_nobody_is_lost() -> None:
     with in_threads([[0], [1], [2]]) as threads:
         view = same(threads.agree([0, 1, 2]))
         assert (view.members, view.lost) == ((0, 1, 2), {})
-        assert view.number > 0
+        assert view.roster.number > 0
 
 
 def test_broken_connections_are_made_anew() -> None:
@@ -102,7 +102,7 @@ def test_a_coordinator_that_does_not_come_is_left_out() -> None:
     with in_threads([[0], [1], [2]], TERMS._replace(timeout=1.0)) as threads:
         view = same(threads.agree([1, 2]))
         assert view.lost == {0: "did not come within 1 s"}
-        assert view.host == 1
+        assert view.roster.host == 1
         with pytest.raises(MembershipLostError, match=r"left out since view .: it did not come within 1 s"):
             threads.all[0].agree((0,))
 
@@ -119,7 +119,7 @@ def test_a_replica_is_lost_as_a_whole(lost: int) -> None:
         assert f"it lost rank {lost} of its replica" in str(results.pop(other))
         view = same(results)
         assert view.lost[other] == f"lost rank {lost} of its replica"
-        assert view.host == min(view.members) == (2 if lost < 2 else 0)
+        assert view.roster.host == min(view.members) == (2 if lost < 2 else 0)
 
 
 def test_too_few_remain() -> None:

@@ -13,7 +13,8 @@ from torch import nn
 
 from lightning_hetero.checkpoint.writer import AtomicCheckpointIO
 from lightning_hetero.comm.failure_detector import LEFT
-from lightning_hetero.comm.membership_protocol import AgreedView
+from lightning_hetero.comm.membership_protocol import NextView
+from lightning_hetero.comm.quorum import Roster
 from lightning_hetero.comm.retry import CollectiveRetry
 from lightning_hetero.errors import CommunicationError, MembershipLostError
 from lightning_hetero.strategies import join, recovery_policy
@@ -39,7 +40,7 @@ def test_who_has_agreed_to_go_on_and_cannot_ends_at_once() -> None:
     """It does not agree again and again until the limit, as if one more rank had been lost."""
     strategy: Any = SimpleNamespace(options=SimpleNamespace(limit=timedelta(seconds=1)))
     recovery, at = PeerRecovery(strategy), Progress(5, 2, 9, 6, 1, 4)
-    agreed = AgreedView(1, (0, 1), {0: at, 1: at}, {2: "died"}, ["host", 1], 0, {})
+    agreed = NextView(Roster(1, 0, ((0,), (1,))), {0: at, 1: at}, {2: "died"}, ["host", 1], {})
     recovery._membership = SimpleNamespace(me=0, agree=lambda own: agreed)  # type: ignore[assignment]
 
     def rejoin(*_: Any) -> None:
@@ -88,7 +89,8 @@ def test_fewer_than_those_that_have_begun_again_do_not_begin_by_themselves(
 ) -> None:
     """A rank is lost just when all begin again: some are in the new view, and have left the former one."""
     strategy: Any = SimpleNamespace()
-    recovery, agreed = PeerRecovery(strategy), AgreedView(4, members, {}, lost, ["host", 1], 1, {})
+    roster = Roster(4, 1, tuple((one,) for one in members))
+    recovery, agreed = PeerRecovery(strategy), NextView(roster, {}, lost, ["host", 1], {})
     recovery._former = SimpleNamespace(me=1, agree=lambda progress: agreed)  # type: ignore[assignment]
     if ends:
         with pytest.raises(MembershipLostError, match="Rank 1 cannot go on: rank"):
