@@ -32,7 +32,6 @@ ORDER = (
         "replicas",
         "batching",
         "algorithms",
-        "elastic",
     ),
     *("lightning_compat", "checkpoint", "planning", "launch", "registration", "strategies", "config", "callbacks"),
     *("demo", "doctor", "selftest", "cli"),

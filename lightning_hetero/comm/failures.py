@@ -1,273 +1,28 @@
-"""Failure reports between ranks: which rank failed first, also when other ranks have already ended."""
+"""Watch over the ranks of a job: which one failed first, where each waits, and what that makes of errors here."""
 
 import os
 import secrets
 import threading
 import time
 import warnings
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal, NamedTuple
 
 import torch.distributed as dist
 
 from lightning_hetero.comm import device_exit, object_collectives, waits
-from lightning_hetero.comm.threads import abort_sockets, close_at_exit
-from lightning_hetero.comm.transport import HURRY, HostPort, MessageLink, MessageTransport
+from lightning_hetero.comm.failure_reports import Failure, Kind
+from lightning_hetero.comm.membership import Membership
+from lightning_hetero.comm.threads import abort_sockets
 from lightning_hetero.comm.waits import WaitWatchdog
-from lightning_hetero.errors import CommunicationError, not_none
+from lightning_hetero.errors import CommunicationError
 
-_SECONDS_TO_SEND = 1.5  # in which an error is on its way, before this process ends
-_TEXT = 300  # characters of an error's text that are sent
-#: Of a rank that has said nothing.
-GONE = (
-    "has ended without an error message: killed, out of memory, its program is over, or gloo has aborted it at a "
-    "collective of your own with unequal sizes or types on the ranks"
-)
-
-#: ``failed``: an error of its own. ``echo``: an error because of another rank. ``gone``: its process has ended.
-#: ``told``: its error is on the terminal.
-Kind = Literal["failed", "echo", "gone", "told"]
-
-
-class Failure(NamedTuple):
-    """Failure of a rank.
-
-    Attributes:
-        rank: the rank.
-        kind: of failure.
-        run: number of the fit, validation, test or prediction in which it happened.
-        how: completes "rank 2 ...".
-    """
-
-    rank: int
-    kind: Kind
-    run: int
-    how: str
-
-    def __str__(self) -> str:
-        return f"rank {self.rank} {self.how}"
-
-
-class FailureChannel:
-    """Connection between rank 0 and every other rank, silent until one fails, or waits long.
-
-    A rank sends its error to rank 0 before it ends. If a rank was killed, its connection ends. Rank 0 forwards all of
-    this to the others, in its order. So every rank knows which failure came first, also if its own connection broke
-    with a rank that ended only because of that failure.
-
-    Args:
-        rank: this process.
-        world: number of ranks.
-        told: called when another rank has told of its failure, or has ended.
-        heard: called with each message of :meth:`tell` from another rank, on a thread.
-    """
-
-    def __init__(
-        self,
-        rank: int,
-        world: int,
-        told: Callable[[Failure], None] = lambda failure: None,
-        heard: Callable[[dict], None] = lambda _: None,
-    ) -> None:
-        self._told, self._heard = told, heard
-        self.rank, self.world, self.run = rank, world, 0
-        self._changed = threading.Condition()  # guards all that follows
-        self._known: dict[tuple[int, Kind], Failure] = {}  # in order
-        self._links: dict[int, MessageLink] = {}  # by the rank at the other end
-        self._unsent: deque[tuple[dict[str, Any], int]] = deque()  # messages of this rank, and who must not get them
-        self._closed = False
-        self._transport: MessageTransport | None = None
-        self._thread = threading.Thread(target=self._serve, name="hetero-failures", daemon=True)
-        close_at_exit(self)
-
-    def listen(self, interface: str) -> tuple[HostPort, str]:
-        """Begin to listen; on rank 0.
-
-        Args:
-            interface: address to listen on.
-
-        Returns:
-            Address and token for the other ranks.
-        """
-        token = secrets.token_hex(16)
-        self._transport = MessageTransport(0, token, interface)
-        self._transport.addresses = dict.fromkeys(range(1, self.world))
-        self._thread.start()
-        return not_none(self._transport.address, "where rank 0 listens"), token
-
-    def connect(self, where: tuple[HostPort, str], seconds: float) -> None:
-        """Connect to rank 0; on another rank.
-
-        Args:
-            where: its address and token.
-            seconds: longest wait.
-
-        Raises:
-            OSError: rank 0 cannot be reached.
-        """
-        address, token = where
-        self._transport = transport = MessageTransport(self.rank, token)
-        transport.addresses = {0: address}
-        what, link, message = transport.reach(0, seconds)
-        if what != "opened":
-            transport.close()
-            raise ConnectionError("no answer in time" if what == "late" else f"the connection was {what}")
-        self._take_in(what, link, message)
-        self._thread.start()
-
-    # -- what ranks send and ask -------------------------------------------------------------------
-
-    def announce(self, kind: Kind, how: str) -> None:
-        """Let all ranks know what has happened to this one, before it ends.
-
-        Args:
-            kind: of failure.
-            how: completes "rank 2 ...".
-        """
-        failure = Failure(self.rank, kind, self.run, how[:_TEXT])
-        with self._changed:
-            self._send(failure._asdict())
-            if self.rank > 0 and self._links:  # rank 0 sends it back: all ranks have the same order
-                self._changed.wait_for(lambda: self._closed or failure in self._known.values(), _SECONDS_TO_SEND)
-            else:
-                self._record(failure)
-                self._changed.wait_for(lambda: self._closed or not self._unsent, _SECONDS_TO_SEND)
-            self._record(failure)
-
-    def tell(self, **message: object) -> None:
-        """Send a message to all other ranks, or to one.
-
-        Args:
-            **message: can be written as JSON; ``to``: the rank, if to one.
-        """
-        with self._changed:
-            self._send({**message, "by": self.rank})
-
-    def first(self, seconds: float) -> Failure | None:
-        """The failure of another rank that came first; ``None``: none is known.
-
-        Args:
-            seconds: longest wait for one.
-        """
-        with self._changed:
-            self._changed.wait_for(lambda: self._closed or self._first() is not None, seconds)
-            return self._first()
-
-    def _first(self) -> Failure | None:
-        return next((failure for failure in self._blamed() if failure.rank != self.rank), None)
-
-    def _blamed(self) -> Iterator[Failure]:
-        """The failures of this run that no other one explains, in the order of rank 0."""
-        for failure in self._known.values():
-            echo = self._known.get((failure.rank, "echo"))
-            blameless = failure.kind in ("echo", "told") or (echo is not None and echo.run >= self.run)
-            if not blameless and (failure.kind == "gone" or failure.run >= self.run):
-                yield failure
-
-    def errors(self) -> list[Failure]:
-        """The errors of ranks in this run, this one's among them, in the same order on all ranks; without echoes."""
-        with self._changed:
-            return [failure for failure in self._blamed() if failure.kind == "failed"]
-
-    def told(self, rank: int, seconds: float = 0.0) -> bool:
-        """Whether a rank's error is on the terminal.
-
-        Args:
-            rank: which one.
-            seconds: longest wait for it, or for the end of that rank.
-        """
-        with self._changed:
-            self._changed.wait_for(
-                lambda: self._closed or any((rank, kind) in self._known for kind in ("told", "gone")), seconds
-            )
-            return (rank, "told") in self._known
-
-    def _record(self, failure: Failure) -> None:
-        old = self._known.get((failure.rank, failure.kind))
-        if old is None or old.run < failure.run:
-            self._known.pop((failure.rank, failure.kind), None)
-            self._known[failure.rank, failure.kind] = failure
-            self._changed.notify_all()
-            if failure.rank != self.rank and failure.kind != "told":
-                self._told(failure)
-
-    def _send(self, message: dict[str, Any], origin: int | None = None) -> None:
-        """Send a message to all, or to whom it is for, but not to whom it is from: on the thread."""
-        self._unsent.append((message, self.rank if origin is None else origin))
-        if self._transport is not None:
-            self._transport.wake()
-
-    def _lost(self, rank: int) -> Failure:
-        explained = any((rank, kind) in self._known for kind in ("failed", "echo"))
-        return Failure(rank, "gone", self.run, "has ended" if explained else GONE)
-
-    # -- the thread --------------------------------------------------------------------------------
-
-    def _serve(self) -> None:
-        transport = not_none(self._transport, "the transport")
-        try:
-            while not self._closed:
-                happened = transport.poll(HURRY)
-                with self._changed:
-                    for what, link, message in happened:
-                        self._take_in(what, link, message)
-                    while self._unsent:
-                        message, origin = self._unsent[0]
-                        for rank, link in self._links.items():
-                            if rank != origin and (self.rank > 0 or message.get("to") in (None, rank)):
-                                link.send(message)
-                        self._unsent.popleft()
-                    self._changed.notify_all()
-        finally:
-            transport.close()
-
-    def _take_in(self, what: str, link: MessageLink, message: dict[str, Any]) -> None:
-        if what == "opened":
-            self._links[link.peer] = link
-        elif what == "message":
-            try:
-                self._received(link.peer, message)
-            except (KeyError, TypeError, ValueError, AttributeError):
-                link.transport.end(link)
-        elif self._links.get(link.peer) is link:
-            del self._links[link.peer]
-            failure = self._lost(link.peer)
-            self._record(failure)
-            self._pass_on(failure._asdict(), link.peer)
-
-    def _received(self, peer: int, message: dict[str, Any]) -> None:
-        if self.rank == 0:  # others say who they are by their connection
-            message["by" if "by" in message else "rank"] = peer
-        if "by" in message:
-            self._pass_on(message, peer)
-            if message.get("to") in (None, self.rank):
-                self._heard(message)
-        else:
-            self._record(Failure(message["rank"], message["kind"], message["run"], message["how"]))
-            self._pass_on(message, 0)  # also to the rank itself
-
-    def _pass_on(self, message: dict[str, Any], origin: int) -> None:
-        if self.rank == 0:
-            self._send(message, origin)
-
-    def close(self) -> None:
-        """Close all connections; idempotent."""
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
-        if self._thread.is_alive() and self._thread is not threading.current_thread():
-            not_none(self._transport, "the transport").wake()
-            self._thread.join(_SECONDS_TO_SEND)
-
-
-_failures: FailureChannel | None = None
+_membership: Membership | None = None  # of the ranks that are watched
 _waits: WaitWatchdog | None = None
-_world: object = None  # the process group of all ranks for which it was made
+_world: object = None  # the process group of all ranks for which these were made
+_numbers: Sequence[int] = ()  # by which users know the ranks; their own, if empty
 
 _SOON = 3.0  # seconds in which who waits for a rank that has failed gets an error by itself, if its process ends
-_numbers: Sequence[int] = ()  # by which users know the ranks; their own, if empty
 
 
 def _after_fork() -> None:
@@ -278,40 +33,60 @@ def _after_fork() -> None:
 os.register_at_fork(after_in_child=_after_fork)
 
 
-def watch_ranks(interface: str, seconds: float, numbers: Sequence[int] = ()) -> None:
+def watch_ranks(interface: str, seconds: float) -> None:
     """Begin to watch all ranks, or begin a new run of them (collective over all ranks the first time).
 
     Args:
         interface: address of this machine on the network of the job.
         seconds: longest wait for rank 0.
-        numbers: that the ranks had at first, if others were lost since: messages name them so.
     """
-    global _failures, _waits, _world, _numbers
+    global _membership, _waits, _world
     if _world is not dist.group.WORLD:
         stop_watching()
-        _world, _numbers = dist.group.WORLD, tuple(numbers)
-        if dist.get_world_size() > 1:
-            _waits = WaitWatchdog(dist.get_rank(), dist.get_world_size(), number, seconds)
-            _failures = _connected(interface, seconds, _waits)
-            _waits.begin(_failures.tell)
-    if _failures is not None:
-        _failures.run += 1
-    if _waits is not None:
+        _world = dist.group.WORLD
+        if (world := dist.get_world_size()) > 1:
+            _waits = WaitWatchdog(dist.get_rank(), range(world), seconds)
+            _membership = _connected(interface, seconds, _waits)
+            _waits.begin(_membership.tell)
+    if _membership is not None and _waits is not None:
+        _membership.begin_run()
         _waits.stopped = ""
 
 
+def continue_to_watch(numbers: Sequence[int]) -> None:
+    """Go on with the ranks that remain: they have a process group of their own now.
+
+    Args:
+        numbers: that they had at first; messages name them so.
+    """
+    global _world, _numbers
+    _world, _numbers = dist.group.WORLD, tuple(numbers)
+    if _waits is not None:
+        _waits.ranks = _numbers
+
+
 def stop_watching() -> None:
-    """Watch nobody any more: this process does not belong to those ranks now. Local, idempotent."""
-    global _failures, _waits, _world, _numbers
-    for one in (_failures, _waits):
-        if one is not None:
-            one.close()
-    _failures, _waits, _world, _numbers = None, None, None, ()
+    """Watch nobody any more: this process does not belong to those ranks now. Local, idempotent.
+
+    A membership whose members go on without lost ones is to be closed by who has asked for that.
+    """
+    global _membership, _waits, _world, _numbers
+    if _waits is not None:
+        _waits.close()
+    if _membership is not None and not _membership.survives:
+        _membership.close()
+    _membership, _waits, _world, _numbers = None, None, None, ()
+
+
+def membership() -> Membership | None:
+    """The membership of the ranks that are watched; ``None``: none are, or there is one rank."""
+    return _membership
 
 
 def waiting() -> set[int]:
     """The other ranks that wait for others now, by their own word; empty if ranks are not watched."""
-    return set() if _waits is None else _waits.waiting()
+    numbers = set() if _waits is None else _waits.waiting()
+    return {rank for rank in range(dist.get_world_size()) if number(rank) in numbers}
 
 
 def watched() -> bool:
@@ -319,21 +94,19 @@ def watched() -> bool:
     return dist.is_initialized() and _world is dist.group.WORLD
 
 
-def _connected(interface: str, seconds: float, waiting: WaitWatchdog) -> FailureChannel:
-    """A connection between rank 0 and every other rank (collective over all ranks)."""
-    failures = FailureChannel(dist.get_rank(), dist.get_world_size(), told=_failed, heard=waiting.heard)
-    own = failures.listen(interface) if failures.rank == 0 else None
-    where = object_collectives.unpack_value(object_collectives.broadcast(object_collectives.pack_value(own), 0))
-    if failures.rank > 0:
-        try:
-            failures.connect(where, seconds)
-        except OSError as error:
-            warnings.warn(
-                f"rank {failures.rank} cannot reach rank 0 at {where[0]}: {error}. Errors will not be able to "
-                "name a rank that has ended.",
-                stacklevel=3,
-            )
-    return failures
+def _connected(interface: str, seconds: float, waiting: WaitWatchdog) -> Membership:
+    """The membership of all ranks (collective over them)."""
+    me = dist.get_rank()
+    token = object_collectives.broadcast(object_collectives.pack_value(secrets.token_hex(16)), 0)
+    membership = Membership(me, interface, object_collectives.unpack_value(token), _failed, waiting.heard)
+    addresses = dict(enumerate(object_collectives.all_gather(membership.address)))
+    if not membership.begin(addresses, seconds):
+        warnings.warn(
+            f"rank {me} cannot reach rank 0 at {addresses[0]} within {seconds:g} s. Errors will not be able to name a "
+            "rank that has ended.",
+            stacklevel=3,
+        )
+    return membership
 
 
 def announce(kind: Kind, how: str) -> None:
@@ -343,8 +116,8 @@ def announce(kind: Kind, how: str) -> None:
         kind: of failure.
         how: completes "rank 2 ...".
     """
-    if _failures is not None:
-        _failures.announce(kind, how)
+    if _membership is not None:
+        _membership.announce(kind, how)
 
 
 def first_failure(seconds: float) -> Failure | None:
@@ -353,13 +126,16 @@ def first_failure(seconds: float) -> Failure | None:
     Args:
         seconds: longest wait for one.
     """
-    failure = None if _failures is None else _failures.first(seconds)
-    return None if failure is None else failure._replace(rank=number(failure.rank))
+    if _membership is None:
+        return None
+    reports = _membership.reports
+    _membership.wait(lambda: reports.first() is not None, seconds)
+    return reports.first()
 
 
 def errors() -> list[Failure]:
     """The errors of ranks in this run, this one's among them, in the same order on all ranks; without echoes."""
-    return [] if _failures is None else [one._replace(rank=number(one.rank)) for one in _failures.errors()]
+    return [] if _membership is None else _membership.reports.errors()
 
 
 def told(rank: int, seconds: float = 0.0) -> bool:
@@ -369,7 +145,11 @@ def told(rank: int, seconds: float = 0.0) -> bool:
         rank: which one.
         seconds: longest wait for it, or for the end of that rank.
     """
-    return _failures is not None and _failures.told(_numbers.index(rank) if _numbers else rank, seconds)
+    if _membership is None:
+        return False
+    reports = _membership.reports
+    _membership.wait(lambda: not reports.silent(rank), seconds)
+    return reports.told(rank)
 
 
 def places(since: float | None = None) -> str:

@@ -1,12 +1,12 @@
 """Job membership of a process: it joins, gets groups and stores, and announces why it ends."""
 
 import os
-import secrets
 import socket
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from datetime import timedelta
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -106,7 +106,8 @@ class Job:
         topology = discover(place, ranks_per_node)
         end_unused()
         check_equal("the strategy's options", options)
-        view = View.first(topology, replicas(topology))
+        numbers = tuple(map(failures.number, range(topology.world)))
+        view = replace(View.first(topology, replicas(topology)), ids=numbers)
         if follows is not None:
             view = view.grown(follows.view, [other.replica for other in everyone])
         return cls(view, timeout, options["within"])
@@ -128,10 +129,6 @@ class Job:
                 dist.destroy_process_group()
             begin_world(store, number, view.rank, view.world, self.timeout)
             return Job(view, self.timeout, self.within)
-
-    def token(self) -> str:
-        """A secret of the job (collective over all ranks)."""
-        return gather(secrets.token_hex(16), "a secret")[0]
 
     def data_group(self) -> dist.ProcessGroup | None:
         """The group in which this rank's replica averages gradients; ``None`` for one rank (collective over it)."""
@@ -306,12 +303,10 @@ def open_store(interface: str, timeout: timedelta) -> tuple[dist.Store, tuple[st
 def announce_failure(exception: BaseException) -> None:
     """Let all ranks know why this one ends; if it ends because of another, let the error say because of which."""
     device_exit.this_one_failed(exception)
-    if not is_communication_error(exception):
-        what = str(exception).strip().split("\n")[0]
-        how = f"failed with {type(exception).__name__}{what and f': {what}'}"
-        failures.announce("failed", "was interrupted (Ctrl-C)" if isinstance(exception, KeyboardInterrupt) else how)
+    echo = is_communication_error(exception)
+    failures.announce("echo" if echo else "failed", in_words(exception))
+    if not echo:
         return
-    failures.announce("echo", "has lost another rank")
     if isinstance(exception, MembershipLostError):
         return  # it says who was lost; what this rank has heard of others may be of their ends, long after
     places = failures.places()
@@ -321,6 +316,14 @@ def announce_failure(exception: BaseException) -> None:
         exception.args = (f"{exception} The rank that failed first: {first}.",)
     elif first is None and places and places not in str(exception):
         exception.args = (f"{exception} {places}",)
+
+
+def in_words(exception: BaseException) -> str:
+    """An error with which a rank ends, in words that complete "rank 2 ..."."""
+    if isinstance(exception, KeyboardInterrupt):
+        return "was interrupted (Ctrl-C)"
+    what = str(exception).strip().split("\n")[0]
+    return f"failed with {type(exception).__name__}{what and f': {what}'}"
 
 
 _LOOK = 0.5  # seconds from one look at the other processes to the next, while they join

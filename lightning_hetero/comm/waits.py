@@ -8,7 +8,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from types import FrameType
 from typing import Any, NamedTuple
@@ -155,16 +155,16 @@ class WaitWatchdog:
 
     Args:
         rank: this process.
-        world: number of ranks.
-        number: gives the number by which users know a rank.
+        ranks: all, by the numbers by which users know them.
         seconds: in which a wait ends with an error.
 
     Attributes:
+        ranks: those that remain.
         stopped: which signal has ended a wait, in a sentence; empty: none has.
     """
 
-    def __init__(self, rank: int, world: int, number: Callable[[int], int], seconds: float) -> None:
-        self._rank, self._world, self._number = rank, world, number
+    def __init__(self, rank: int, ranks: Sequence[int], seconds: float) -> None:
+        self._rank, self.ranks = rank, ranks
         self._long = min(LONG, seconds / 3)
         self._watched = threading.get_ident()
         self._wait: object = None  # in which the watched thread is
@@ -184,7 +184,7 @@ class WaitWatchdog:
         """Begin to watch.
 
         Args:
-            tell: sends a message to other ranks; see :meth:`~lightning_hetero.comm.failures.FailureChannel.tell`.
+            tell: sends a message to other ranks; see :meth:`~lightning_hetero.comm.membership.Membership.tell`.
         """
         self._tell = tell
         self._signals, self._writes = socket.socketpair()
@@ -248,10 +248,10 @@ class WaitWatchdog:
             self._places = {}
             self._asked = began = time.monotonic()
             self._tell(about="ask")
-            while len(self._places) < self._world - 1 and time.monotonic() < began + _ANSWER and not self._closed:
+            while len(self._places) < len(self.ranks) - 1 and time.monotonic() < began + _ANSWER and not self._closed:
                 time.sleep(0.02)
             answers = {self._rank: place(self._watched), **self._places}
-        return {rank: answers.get(rank, _ANSWERS_NOT) for rank in range(self._world)}
+        return {rank: answers.get(rank, _ANSWERS_NOT) for rank in self.ranks}
 
     # -- the thread --------------------------------------------------------------------------------
 
@@ -279,16 +279,14 @@ class WaitWatchdog:
         everyone = self._everyone()
         self._notice, self._noticed = self._in_words(everyone), time.monotonic()
         with suppress(OSError, ValueError):  # nobody reads
-            me = self._number(self._rank)
-            print(
-                f"lightning_hetero: rank {me} has waited {seconds:.0f} s. {self._notice}", file=sys.stderr, flush=True
-            )
+            text = f"lightning_hetero: rank {self._rank} has waited {seconds:.0f} s. {self._notice}"
+            print(text, file=sys.stderr, flush=True)
         self._tell(about="notice", text=self._notice)
 
     def _in_words(self, everyone: Mapping[int, ThreadPlace]) -> str:
         at: dict[str, list[int]] = {}
         for rank, (_, text, batch) in everyone.items():
-            at.setdefault(text + (batch and f" ({batch})"), []).append(self._number(rank))
+            at.setdefault(text + (batch and f" ({batch})"), []).append(rank)
         places = [_said(ranks, text) for text, ranks in list(at.items())[:_SHOWN]]
         more = [f"{len(at) - _SHOWN} more places"] if len(at) > _SHOWN else []
         different = len({place.text for place in everyone.values() if place.wait is not None}) > 1

@@ -340,7 +340,7 @@ class JobStrategy(DDPStrategy):
         """
         before, engine = self.job, self.engine
         self.take_number(job)
-        failures.watch_ranks(self.interface, self.options.limit.total_seconds(), job.view.ids)
+        failures.continue_to_watch(job.view.ids)
         self.collaborators.settle_plan()
         planner = self.accounting.planner  # it may have missed the latest reports
         planner.plans, planner.most = value_of_rank((planner.plans, planner.most), source)

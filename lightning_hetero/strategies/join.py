@@ -26,9 +26,7 @@ from lightning_hetero.comm.agreement import gather, raise_on_all, value_of_rank
 from lightning_hetero.comm.failures import deadline, is_communication_error
 from lightning_hetero.comm.groups import begin_world, default_store
 from lightning_hetero.comm.job import open_store
-from lightning_hetero.comm.stores import store_at
-from lightning_hetero.comm.topology import Place, Topology, consecutive
-from lightning_hetero.elastic.join_requests import (
+from lightning_hetero.comm.join_requests import (
     AddressFile,
     Admission,
     JobAddress,
@@ -40,7 +38,9 @@ from lightning_hetero.elastic.join_requests import (
     job_answers,
     request_to_join,
 )
-from lightning_hetero.elastic.protocol import AgreedView
+from lightning_hetero.comm.membership_protocol import NextView
+from lightning_hetero.comm.stores import store_at
+from lightning_hetero.comm.topology import Place, Topology, consecutive
 from lightning_hetero.errors import (
     CommunicationError,
     ConfigurationError,
@@ -478,7 +478,7 @@ class ElasticJoin(Newcomers):
             requests.admit(newcomers, view.number + 1, view.world, address)
         raise BeginAgainError(self._leaving, store)
 
-    def again(self, agreed: AgreedView, store: dist.Store | None) -> BeginAgainError:
+    def again(self, agreed: NextView, store: dist.Store | None) -> BeginAgainError:
         """The error with which this rank begins again: some of those that remain have left the fit already.
 
         Args:
@@ -578,7 +578,7 @@ class ElasticJoin(Newcomers):
             vars(strategy).pop(name, None)
 
 
-def among(ticket: JoinTicket, agreed: AgreedView, me: int, store: dist.Store | None) -> BeginAgainError:
+def among(ticket: JoinTicket, agreed: NextView, me: int, store: dist.Store | None) -> BeginAgainError:
     """The error with which a rank begins again with those that remain, without newcomers.
 
     Args:
@@ -587,6 +587,7 @@ def among(ticket: JoinTicket, agreed: AgreedView, me: int, store: dist.Store | N
         me: id of this rank.
         store: with which they meet, if this rank hosts it.
     """
-    rank, world, view = agreed.members.index(me), len(agreed.members), max(agreed.number, ticket.admission.view + 1)
+    rank, world = agreed.members.index(me), len(agreed.members)
+    view = max(agreed.roster.number, ticket.admission.view + 1)
     admission = Admission(view, rank, world, world, agreed.offer)
     return BeginAgainError(ticket._replace(admission=admission, lost={**ticket.lost, **agreed.lost}), store)

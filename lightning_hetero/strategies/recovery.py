@@ -10,16 +10,16 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from lightning_hetero.batching.repartition import Repartition, ShareHistory
-from lightning_hetero.comm import threads
+from lightning_hetero.comm import failures, threads
 from lightning_hetero.comm.agreement import gather, raise_on_all
+from lightning_hetero.comm.failure_detector import LEFT
 from lightning_hetero.comm.failures import deadline, is_communication_error, wait_for_news
-from lightning_hetero.comm.job import Job, open_store
+from lightning_hetero.comm.job import in_words, open_store
+from lightning_hetero.comm.membership import Membership
+from lightning_hetero.comm.membership_protocol import MembershipTerms, NextView
 from lightning_hetero.comm.retry import CollectiveRetry, set_repeater
 from lightning_hetero.comm.stores import store_at
 from lightning_hetero.comm.view import View
-from lightning_hetero.elastic.failure_detector import LEFT
-from lightning_hetero.elastic.membership import Membership
-from lightning_hetero.elastic.protocol import AgreedView, MembershipTerms
 from lightning_hetero.errors import CommunicationError, HeteroError, MembershipLostError, UnsupportedError
 from lightning_hetero.strategies.job import JobStrategy, gradients_of, set_gradients
 from lightning_hetero.strategies.join import ElasticJoin
@@ -53,7 +53,7 @@ class PeerRecovery(RecoveryPolicy):
         super().__init__()
         self._strategy = strategy
         self._collectives = CollectiveRetry(self._recover)
-        self._membership: Membership | None = None
+        self._membership: Membership | None = None  # while the fit goes on without lost ranks
         self._former: Membership | None = None  # of those that were there, while they begin again with others
         self._longest: float | None = None  # silence of a rank that lives, as far as is known
         self._store: dist.Store | None = None  # of the latest view, if this rank hosts it
@@ -91,17 +91,21 @@ class PeerRecovery(RecoveryPolicy):
         view = self._strategy.job.view
         self._collectives, self._over, self._past = CollectiveRetry(self._recover), False, ShareHistory()
         self._manual_steps = 0
-        if self._strategy.ticket is None:  # else the fit began earlier
+        if not (again := self._strategy.ticket is not None):  # else the fit began earlier
             self.losses = []
         raise_on_all(self._unsurvivable(view), "a fit that goes on without lost ranks")
         say_what_launchers_do(type(self._strategy).__name__)
         self._newcomers.begin()
-        if view.world > 1:
-            self._watch_each_other(self._strategy.job)
+        if (membership := failures.membership()) is not None:
+            self._survive(membership, view)
         if (change := self._newcomers.entered()) is not None:
             self.losses.append(change)
             change.warn(view)
-        self._end_former()
+        former = self._leave_former()
+        if again:
+            self.retry(lambda: gather(None, "that the fit has begun again"))
+            if former is not None:  # nobody needs it any more
+                former.close()
 
     def _unsurvivable(self, view: View) -> HeteroError | None:
         """The reason why this fit could not go on without a rank; ``None`` if it can."""
@@ -111,25 +115,20 @@ class PeerRecovery(RecoveryPolicy):
         callbacks = strategy.trainer.callbacks  # type: ignore[attr-defined]
         return unsurvivable(view, strategy.options, sources, callbacks, center, name, strategy.module)
 
-    def _watch_each_other(self, job: Job) -> None:
-        """Begin to take part in the membership of a view (collective)."""
-        view, options = job.view, self._strategy.options
+    def _survive(self, membership: Membership, view: View) -> None:
+        """Go on without lost ranks from now on (collective)."""
+        options = self._strategy.options
         grace = None if options.grace == "auto" else float(options.grace)
         unit = "rank" if view.ranks_leave else "replica"
         terms = MembershipTerms(grace, options.min_replicas, options.limit.total_seconds(), unit)
-        me, token = view.ids[view.rank], job.token()
-        interface = self._strategy.interface
         self._accounting = self._strategy.accounting
         hooks: dict[str, Any] = {
             "on_change": self._on_change,
             "offer": self._offer,
             "steps": lambda: self._accounting.step,
         }
-        membership = Membership(me, interface, token, terms, **hooks)
-        everyone = gather((me, membership.address, self._longest), "where ranks can be reached")
-        addresses = {id: address for id, address, _ in everyone}
-        known = [silence for *_, silence in everyone if silence is not None]
-        membership.begin(view.number, view.units, addresses, max(known, default=None))
+        known = [silence for silence in gather(self._longest, "how long ranks are silent") if silence is not None]
+        membership.survive(terms, view.number, view.units, max(known, default=None), **hooks)
         self._membership = membership
         set_repeater(self._collectives)
         repeat_metrics(self._strategy.lightning_module)
@@ -139,7 +138,7 @@ class PeerRecovery(RecoveryPolicy):
         threads.unfreeze_gc()
         self._over = True
         self.pause()
-        self._end_former()
+        self._leave_former()
         self._newcomers.end()
 
     def pause(self) -> None:
@@ -153,7 +152,7 @@ class PeerRecovery(RecoveryPolicy):
             self._former, self._membership = self._membership, None
             wait_for_news(False)
 
-    def remaining(self) -> tuple[AgreedView, int, dist.Store | None] | None:
+    def remaining(self) -> tuple[NextView, int, dist.Store | None] | None:
         """See :class:`~lightning_hetero.strategies.recovery_policy.RecoveryPolicy`.
 
         Raises:
@@ -169,14 +168,14 @@ class PeerRecovery(RecoveryPolicy):
                 f"Rank {me} cannot go on: rank(s) {', '.join(map(str, begun))} have begun again just before another "
                 "one was lost, and go on without this one. Start it again if the job lets replicas join."
             )
-        return agreed, me, self._store if agreed.host == me else None
+        return agreed, me, self._store if agreed.roster.host == me else None
 
-    def _end_former(self) -> None:
-        if self._former is not None:
-            self._former.leave()
-            self._former.close()
-            self._former = None
+    def _leave_former(self) -> Membership | None:
+        former, self._former = self._former, None
+        if former is not None:
+            former.leave()
             wait_for_news(self._membership is None)
+        return former
 
     def failed(self, exception: BaseException) -> None:
         """Let the others know why this rank ends; they go on."""
@@ -188,11 +187,10 @@ class PeerRecovery(RecoveryPolicy):
         if self._membership is not None and alike:
             # Who hears of a loss before it has raised the same error would go on instead.
             self._strategy.job.await_all(f"error {self._strategy.engine.windows}", lambda: self.changing)
-        what = str(exception).strip().split("\n")[0]
-        for membership in filter(None, (self._membership, self._former)):
-            membership.failed(f"failed with {type(exception).__name__}{what and f': {what}'}")
-            membership.close()
-        self._membership = self._former = None
+        if self._former is not None:
+            self._former.announce("failed", in_words(exception))
+            self._former.close()
+        self._membership = self._former = None  # the others hear of it as of all failures
 
     # -- operations that may break -----------------------------------------------------------------
 
@@ -310,7 +308,7 @@ class PeerRecovery(RecoveryPolicy):
             agreed = membership.agree(own)
             lost, known = lost | agreed.lost, known | agreed.steps
             if LEFT_FIT in map(tuple, agreed.progress.values()):  # others have left the fit, and this rank was about to
-                raise self._newcomers.again(agreed, self._store if agreed.host == me else None)
+                raise self._newcomers.again(agreed, self._store if agreed.roster.host == me else None)
             try:
                 missed, counted = self._rejoin(agreed, own, lost, known, of_own_streams)
                 break
@@ -318,8 +316,8 @@ class PeerRecovery(RecoveryPolicy):
                 if not _is_of_others(error):
                     raise
                 if time.monotonic() - began > limit:
-                    raise unreachable_members(me, limit, agreed.number, error) from error
-                _log.info("rank %d could not join view %d: %s", me, agreed.number, error)
+                    raise unreachable_members(me, limit, agreed.roster.number, error) from error
+                _log.info("rank %d could not join view %d: %s", me, agreed.roster.number, error)
         self._newcomers.continue_after_loss()
         self._tell(lost, counted, time.monotonic() - stopped)
         return missed
@@ -340,11 +338,11 @@ class PeerRecovery(RecoveryPolicy):
             accounting.loaders.next_step(),
             accounting.reports_applied,
         )
-        return Progress(*counts, accounting.step, accounting.met if engine.lockstep else 0, self._manual_steps)
+        return Progress(*counts, accounting.met if engine.lockstep else 0, self._manual_steps)
 
     def _rejoin(
         self,
-        agreed: AgreedView,
+        agreed: NextView,
         own: Progress,
         lost: dict[int, str],
         known: dict[int, int],
@@ -353,10 +351,10 @@ class PeerRecovery(RecoveryPolicy):
         strategy, collectives = self._strategy, self._collectives
         me, before = self._watched.me, strategy.job.view
         strategy.abandon()
-        store = self._store if agreed.host == me else None
+        store = self._store if agreed.roster.host == me else None
         store = store or store_at(agreed.offer, strategy.options.limit)
         with collectives.plain():
-            job = strategy.job.for_survivors(agreed.number, agreed.members, store)
+            job = strategy.job.for_survivors(agreed.roster.number, agreed.members, store)
             all_progress = [Progress(*agreed.progress[id]) for id in job.view.ids]
             strategy.check_shards(job.view, [(progress.step, progress.exchanges) for progress in all_progress])
             catch_up(collectives, all_progress, own)

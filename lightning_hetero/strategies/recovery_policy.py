@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from lightning_hetero.batching.repartition import ShareHistory
 from lightning_hetero.checkpoint.snapshot import MemoryCheckpointIO
 from lightning_hetero.comm.agreement import gather, value_of_rank
+from lightning_hetero.comm.join_requests import Admission
 from lightning_hetero.comm.retry import CollectiveRetry
-from lightning_hetero.elastic.join_requests import Admission
 from lightning_hetero.errors import MembershipLostError
 
 if TYPE_CHECKING:
     import torch.distributed as dist
 
+    from lightning_hetero.comm.membership_protocol import NextView
     from lightning_hetero.comm.view import View
-    from lightning_hetero.elastic.protocol import AgreedView
 
 
 class Progress(NamedTuple):
@@ -32,7 +32,6 @@ class Progress(NamedTuple):
         call: collectives over all ranks that it has completed.
         draw: the first batch that it has not drawn yet.
         reports: how many times it has acted on the reports of all ranks.
-        batch: batches that it has trained on.
         met: batches that all ranks had trained on when they last met, as far as it knows; 0 where they do not keep
             step.
         manual_steps: steps of optimizers within ``training_step``, with manual optimization.
@@ -43,7 +42,6 @@ class Progress(NamedTuple):
     call: int
     draw: int
     reports: int
-    batch: int
     met: int
     manual_steps: int = 0
 
@@ -152,7 +150,7 @@ def count_lost_samples(
 
     Args:
         lost: by their ids.
-        known: steps that some of them have done, as far as is known.
+        known: steps that ranks have done; of lost ones, as far as is known.
         all_progress: of the ranks that remain.
         past: what each rank was to take.
         alike: whether all ranks take every step together, so that nobody can have done more or fewer than these.
@@ -163,7 +161,7 @@ def count_lost_samples(
     """
     if own is not None:
         return LostSamples(round(max(gather(own, "samples that are lost"))), AT_LEAST)
-    least = min(progress.batch for progress in all_progress)
+    least = min(done for id, done in known.items() if id not in lost)
     met = max(progress.met for progress in all_progress)
     first = {id: max(known.get(id, 0), met) for id in lost if id in known or met > 0}
     if alike:
@@ -326,7 +324,7 @@ class RecoveryPolicy:
     def pause(self) -> None:
         """Leave the fit, to begin it again with other ranks (collective)."""
 
-    def remaining(self) -> "tuple[AgreedView, int, dist.Store | None] | None":
+    def remaining(self) -> "tuple[NextView, int, dist.Store | None] | None":
         """The ranks that remain of those that have left the fit (collective over them).
 
         Returns:

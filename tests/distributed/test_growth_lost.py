@@ -17,7 +17,7 @@ from growing import JOINS_AT, LATE, fit, grow, values
 from ranks import attempt
 
 from lightning_hetero.comm.agreement import gather
-from lightning_hetero.elastic.join_requests import LauncherStore
+from lightning_hetero.comm.join_requests import LauncherStore
 from lightning_hetero.errors import CommunicationError, JoinRefusedError
 from lightning_hetero.strategies import join
 

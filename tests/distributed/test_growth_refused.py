@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader
 
 from lightning_hetero import ConfigurationError, HeteroDDPStrategy, HeteroError
 from lightning_hetero.comm.agreement import check_equal, raise_on_all
-from lightning_hetero.elastic.join_requests import Admission
+from lightning_hetero.comm.join_requests import Admission
 from lightning_hetero.errors import CommunicationError, DisagreementError, JoinRefusedError, UnsupportedError
 from lightning_hetero.strategies import join
 

@@ -20,7 +20,7 @@ from tasks import FAST, Net, dataset
 from torch import nn
 from torch.utils.data import DataLoader
 
-from lightning_hetero import DASOStrategy, NodeAverageStrategy, StepContext, Traits
+from lightning_hetero import DASOStrategy, HeteroDDPStrategy, NodeAverageStrategy, StepContext, Traits
 from lightning_hetero.algorithms.engine import Engine
 from lightning_hetero.batching.loss import LossTracker
 from lightning_hetero.callbacks.resumable import ResumableCheckpoint
@@ -41,6 +41,43 @@ class Killed(pl.Callback):
             and trainer.global_rank == self.rank
         ):
             os.kill(os.getpid(), signal.SIGKILL)
+
+
+class KilledByNumber(pl.Callback):
+    """A rank is killed before a step, by the number that it had at first."""
+
+    def __init__(self, number: int, step: int) -> None:
+        self.number, self.step = number, step
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        view = trainer.strategy.job.view
+        if trainer.global_step == self.step and self.number == view.ids[view.rank]:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Validated(Net):
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("loss", self.loss(batch), sync_dist=True)
+
+
+def _one_fit_after_another() -> list[Any]:
+    strategy = HeteroDDPStrategy(on_peer_loss="continue", timeout=60, balance="off")
+    trainer, seen = pl.Trainer(strategy=strategy, max_steps=0, **{**FAST, "max_epochs": 99}), []
+    data, held_out = DataLoader(dataset(400), batch_size=4), DataLoader(dataset(24), batch_size=4)
+    for killed in (KilledByNumber(1, 3), KilledByNumber(2, 9)):
+        trainer.callbacks[:] = [killed]
+        trainer.fit_loop.epoch_loop.max_steps = trainer.global_step + 6
+        trainer.fit(Validated(), data, held_out)
+        seen.append(([(list(loss.lost), loss.ranks) for loss in strategy.recovery.losses], trainer.global_step))
+        trainer.validate(Validated(), held_out, verbose=False)
+    return seen
+
+
+def test_a_process_that_fits_again_survives_again() -> None:
+    outcomes = attempt(_one_fit_after_another, 4)
+    for outcome in (outcomes[0], outcomes[3]):
+        assert outcome.error is None, outcome.trace
+        assert outcome.value == [([([1], 3)], 6), ([([2], 2)], 12)]
 
 
 class Buffered(Net):

@@ -16,7 +16,7 @@ from tasks import FAST, Killed, dataset
 from test_sharded_models import STRATEGIES, SYNCHRONOUS, ShardedNet, TensorParallel, distance, whole
 from torch.utils.data import DataLoader
 
-from lightning_hetero.elastic import join_requests
+from lightning_hetero.comm import join_requests
 from lightning_hetero.errors import CommunicationError, JoinRefusedError
 from lightning_hetero.strategies import signals
 

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
-from lightning_hetero.elastic.membership import Membership
-from lightning_hetero.elastic.protocol import AgreedView, MembershipTerms
+from lightning_hetero.comm.membership import Membership
+from lightning_hetero.comm.membership_protocol import MembershipTerms, NextView
 from lightning_hetero.errors import MembershipLostError
 
 LONG = 30.0  # seconds for what takes no time on a machine that is not busy
@@ -34,15 +34,14 @@ class Threads:
     def __init__(self, units: Sequence[Sequence[int]], terms: MembershipTerms = TERMS) -> None:
         ids = [member for unit in units for member in unit]
         self.called, self.done, self.called_at = dict.fromkeys(ids, 0), dict.fromkeys(ids, 0), dict[int, float]()
-        self.all = {
-            one: Membership(
-                one, "127.0.0.1", TOKEN, terms, on_change=self._count(one), offer=offer, steps=self._done(one)
-            )
-            for one in ids
-        }
+        self.all = {one: Membership(one, "127.0.0.1", TOKEN) for one in ids}
         addresses = {one: membership.address for one, membership in self.all.items()}
         for membership in self.all.values():
-            membership.begin(0, units, addresses)
+            membership.begin(addresses, LONG)
+        for one, membership in self.all.items():
+            hooks: dict[str, Any] = {"on_change": self._count(one), "offer": offer, "steps": self._done(one)}
+            membership.begin_run()
+            membership.survive(terms, 0, units, **hooks)
 
     def _count(self, member: int) -> Callable[[], None]:
         def count() -> None:
@@ -59,7 +58,7 @@ class Threads:
         first = min(self.all)
         until(lambda: len(self.all[first]._member.inbound) == len(self.all) - 1)
 
-    def agree(self, members: Sequence[int]) -> dict[int, AgreedView | MembershipLostError]:
+    def agree(self, members: Sequence[int]) -> dict[int, NextView | MembershipLostError]:
         """Results or errors of ``agree`` in some members, all at once."""
         return self.agree_later(members).results()
 
@@ -145,9 +144,12 @@ def _live(member: int, life: Callable, terms: MembershipTerms, end: Connection) 
     changed = threading.Event()
     hooks: dict[str, Callable[[int], Any]] = {"offer": offer}
     hooked = {"on_change": changed.set, "offer": lambda number: hooks["offer"](number), "steps": lambda: 0}
-    membership = Membership(member, "127.0.0.1", TOKEN, terms, **hooked)
+    membership = Membership(member, "127.0.0.1", TOKEN)
     end.send(membership.address)
-    membership.begin(*end.recv())
+    units, addresses = end.recv()
+    membership.begin(addresses, LONG)
+    membership.begin_run()
+    membership.survive(terms, 0, units, **hooked)
     known = membership._member
     until(
         lambda: len(known.inbound) == len(known.others) if known.is_coordinator else known.coordinator in known.outbound
@@ -184,7 +186,7 @@ def in_processes(
     try:
         addresses = {one: process.receive() for one, process in processes.items()}
         for process in processes.values():
-            process.end.send((0, units, addresses))
+            process.end.send((units, addresses))
         assert all(process.receive() == "ready" for process in processes.values())
         yield processes
     finally:

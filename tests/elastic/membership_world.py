@@ -6,8 +6,10 @@ import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from lightning_hetero.elastic.protocol import Member, MembershipTerms, ViewProposal
-from lightning_hetero.elastic.quorum import Roster
+from lightning_hetero.comm.failure_detector import LEFT
+from lightning_hetero.comm.failure_reports import Failure
+from lightning_hetero.comm.membership_protocol import Member, MembershipTerms, NextView
+from lightning_hetero.comm.quorum import Roster
 
 TICK = 0.3
 TERMS = MembershipTerms(grace=2.0, minimum=1, timeout=8.0)
@@ -40,10 +42,10 @@ class Watched(Member):
     def lose(self, member: int, why: str, final: bool = False) -> None:
         before = self.lost.reasons.get(member)
         super().lose(member, why, final)
-        if self.lost.reasons.get(member) != before:
+        if self.survives and self.lost.reasons.get(member) != before:
             self.environment.world.lost.append((self.me, member, why))
 
-    def commit(self, proposal: ViewProposal) -> None:
+    def commit(self, proposal: NextView) -> None:
         before = self.view
         super().commit(proposal)
         if self.view is not before:
@@ -58,7 +60,7 @@ class Watched(Member):
 class Node:
     """A process: its member, its training thread, and its unread messages."""
 
-    def __init__(self, world: "World", me: int, first: Roster, terms: MembershipTerms) -> None:
+    def __init__(self, world: "World", me: int, first: Roster, terms: MembershipTerms | None) -> None:
         self.world, self.me = world, me
         self.dead = self.frozen = False
         self.stopped = 0.0  # the time at which it was killed, or last frozen
@@ -66,7 +68,11 @@ class Node:
         self.ends: list[End] = []
         self.coming = False
         self.views: list[Roster] = []
-        self.member = Watched(me, first, terms, self)
+        self.member = Watched(me, first.members, self)
+        self.member.reports.run += 1
+        self.member.begin_run()
+        if terms is not None:
+            self.member.survive(terms, 0, first.units, None)
         self.slow = 0.0
 
     def now(self) -> float:
@@ -81,6 +87,10 @@ class Node:
 
     def done(self, time: float) -> int:
         return int((20 + 10 * self.me) * time)
+
+    def failed(self, failure: Failure) -> None: ...
+
+    def heard(self, message: dict[str, Any]) -> None: ...
 
     def end_soon(self) -> None:
         self.world.after(self.world.random.uniform(0.1, 2.0), self._end)
@@ -143,7 +153,7 @@ class Node:
 class World:
     """All nodes, the network between them, and the clock."""
 
-    def __init__(self, seed: int, units: Sequence[Sequence[int]], terms: MembershipTerms = TERMS) -> None:
+    def __init__(self, seed: int, units: Sequence[Sequence[int]], terms: MembershipTerms | None = TERMS) -> None:
         self.random, self.time = random.Random(seed), 0.0
         self._queue: list[tuple[float, int, Callable[[], None]]] = []
         self._count = itertools.count()
@@ -226,15 +236,8 @@ class World:
         node = self.nodes[one]
         if node.runs and node.member.evicted is None:
             node.coming = True  # its training thread comes no more
-            node.member.shutdown.begin(how)
+            node.member.announce(Failure(one, "failed" if how else "left", node.member.reports.run, how or LEFT))
             self.after(1.5, lambda: self.kill(one))
-            self._when_told(one)
-
-    def _when_told(self, one: int) -> None:
-        if self.nodes[one].member.shutdown.done:
-            self.kill(one)
-        elif not self.nodes[one].dead:
-            self.after(0.05, lambda: self._when_told(one))
 
     def freeze(self, one: int) -> None:
         node = self.nodes[one]

@@ -9,10 +9,8 @@ from typing import Any
 
 import pytest
 
-from lightning_hetero.comm import threads, transport
-from lightning_hetero.comm.transport import MessageLink, MessageTransport
-from lightning_hetero.elastic import join_requests
-from lightning_hetero.elastic.join_requests import (
+from lightning_hetero.comm import join_requests, threads, transport
+from lightning_hetero.comm.join_requests import (
     Admission,
     JobGoneError,
     JoinRequests,
@@ -20,6 +18,7 @@ from lightning_hetero.elastic.join_requests import (
     job_answers,
     request_to_join,
 )
+from lightning_hetero.comm.transport import MessageLink, MessageTransport
 from lightning_hetero.errors import JoinRefusedError
 
 LIMIT = timedelta(seconds=20)

@@ -8,8 +8,8 @@ import time
 import pytest
 from members import LONG, TERMS, TOKEN, Threads, in_threads, until
 
-from lightning_hetero.elastic.membership import Membership
-from lightning_hetero.elastic.protocol import AgreedView
+from lightning_hetero.comm.membership import Membership
+from lightning_hetero.comm.membership_protocol import NextView
 from lightning_hetero.errors import MembershipLostError
 
 
@@ -23,10 +23,10 @@ def steady(threads: Threads, members: list[int], seconds: float = 0.5) -> None:
     assert not any(threads.all[one].changing for one in members), known
 
 
-def same(results: dict) -> AgreedView:
+def same(results: dict) -> NextView:
     """The view that all have agreed on."""
     views = list(results.values())
-    assert all(isinstance(view, AgreedView) and view == views[0] for view in views), results
+    assert all(isinstance(view, NextView) and view == views[0] for view in views), results
     return views[0]
 
 
@@ -40,8 +40,8 @@ def test_all_agree_on_those_that_remain() -> None:
         assert view.progress == {0: (0, 0), 1: (1, 10), 3: (3, 30)}
         assert list(view.lost) == [2]
         assert view.lost[2].startswith("has ended without an error message: killed, out of memory")
-        assert view.host == 0
-        assert view.offer == [os.getpid(), view.number]
+        assert view.roster.host == 0
+        assert view.offer == [os.getpid(), view.roster.number]
         steady(threads, [0, 1, 3])
         assert {one: called > 0 for one, called in threads.called.items()} == {0: True, 1: True, 2: False, 3: True}
         assert threads.called_at[3] - died < TERMS.grace  # nobody waits for its silence
@@ -49,7 +49,7 @@ def test_all_agree_on_those_that_remain() -> None:
         changing(threads, [1, 3])
         again = threads.agree([1, 3])
         assert same(again).members == (1, 3)
-        assert same(again).number > view.number
+        assert same(again).roster.number > view.roster.number
         assert list(same(again).lost) == [0]
 
 
@@ -62,14 +62,14 @@ def test_it_is_known_how_far_a_lost_member_had_come(lost: int) -> None:
         until(lambda: all(threads.all[one]._member.heartbeat.steps.get(lost) == 5 for one in informed))
         threads.all[lost].close()
         changing(threads, alive)
-        assert same(threads.agree(alive)).steps == {lost: 5}
+        assert same(threads.agree(alive)).steps == {**dict.fromkeys(alive, 0), lost: 5}
 
 
 def test_nobody_is_lost() -> None:
     with in_threads([[0], [1], [2]]) as threads:
         view = same(threads.agree([0, 1, 2]))
         assert (view.members, view.lost) == ((0, 1, 2), {})
-        assert view.number > 0
+        assert view.roster.number > 0
 
 
 def test_broken_connections_are_made_anew() -> None:
@@ -102,7 +102,7 @@ def test_a_coordinator_that_does_not_come_is_left_out() -> None:
     with in_threads([[0], [1], [2]], TERMS._replace(timeout=1.0)) as threads:
         view = same(threads.agree([1, 2]))
         assert view.lost == {0: "did not come within 1 s"}
-        assert view.host == 1
+        assert view.roster.host == 1
         with pytest.raises(MembershipLostError, match=r"left out since view .: it did not come within 1 s"):
             threads.all[0].agree((0,))
 
@@ -119,12 +119,12 @@ def test_a_replica_is_lost_as_a_whole(lost: int) -> None:
         assert f"it lost rank {lost} of its replica" in str(results.pop(other))
         view = same(results)
         assert view.lost[other] == f"lost rank {lost} of its replica"
-        assert view.host == min(view.members) == (2 if lost < 2 else 0)
+        assert view.roster.host == min(view.members) == (2 if lost < 2 else 0)
 
 
 def test_too_few_remain() -> None:
     with in_threads([[0], [1], [2]], TERMS._replace(minimum=3)) as threads:
-        threads.all[1].failed("failed with ValueError: no")
+        threads.all[1].announce("failed", "failed with ValueError: no")
         changing(threads, [0, 2])
         for result in threads.agree([0, 2]).values():
             assert isinstance(result, MembershipLostError)
@@ -134,7 +134,7 @@ def test_too_few_remain() -> None:
 @pytest.mark.parametrize("failed", [0, 2])
 def test_an_error_is_told(failed: int) -> None:
     with in_threads([[0], [1], [2]]) as threads:
-        threads.all[failed].failed("failed with ValueError: no")
+        threads.all[failed].announce("failed", "failed with ValueError: no")
         alive = [one for one in range(3) if one != failed]
         changing(threads, alive)
         assert same(threads.agree(alive)).lost == {failed: "failed with ValueError: no"}
@@ -159,7 +159,7 @@ def test_all_leave_at_once() -> None:
         for membership in threads.all.values():
             assert membership._member.lost._lost == {}
             assert not membership.changing
-            assert not membership._thread.is_alive()
+            assert not membership.survives
 
 
 def test_strangers_change_nothing() -> None:
@@ -240,6 +240,6 @@ def test_close_is_quick_and_may_come_first() -> None:
         threads.all[0].close()
         threads.all[0].leave()
         assert time.monotonic() - began < LONG / 4
-    never = Membership(3, "127.0.0.1", TOKEN, TERMS, on_change=print, offer=print, steps=int)
+    never = Membership(3, "127.0.0.1", TOKEN)
     assert not never.changing
-    never.failed("failed")
+    never.close()

@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from lightning_hetero.elastic.failure_detector import AdaptiveTimeout
+from lightning_hetero.comm.failure_detector import AdaptiveTimeout
 
 
 def listen(hearing: AdaptiveTimeout, seconds: float, begin: float = 0.0, every: float = 1.0, others: int = 3) -> float:

@@ -3,7 +3,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_hetero.elastic.quorum import Roster, decide
+from lightning_hetero.comm.quorum import Roster, decide
 
 
 @st.composite

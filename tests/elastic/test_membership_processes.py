@@ -6,7 +6,7 @@ import time
 import pytest
 from members import LONG, TERMS, in_processes
 
-from lightning_hetero.elastic.protocol import AgreedView
+from lightning_hetero.comm.membership_protocol import NextView
 from lightning_hetero.errors import MembershipLostError
 
 SINGLE = [[0], [1], [2], [3]]
@@ -16,7 +16,7 @@ def agreed(processes, members, of: int | None = None):
     """The time at which the last member agreed, and the view of all of them."""
     results = [processes[member].receive() for member in members]
     views = [view for _, view in results]
-    assert all(isinstance(view, AgreedView) for view in views), views
+    assert all(isinstance(view, NextView) for view in views), views
     assert len({repr(view) for view in views}) == 1
     return max(when for when, _ in results), views[0]
 
@@ -41,7 +41,7 @@ def test_killed(killed: list[int]) -> None:
         if len(view.members) > len(alive):  # the first death was agreed on before the second
             when, view = agreed(processes, alive)
         assert view.members == tuple(alive)
-        assert view.host == min(alive)
+        assert view.roster.host == min(alive)
         assert "has ended without an error message" in view.lost[killed[-1]]
 
 
@@ -54,7 +54,7 @@ def test_frozen_member_is_left_out_and_learns_it_when_it_thaws() -> None:
         assert TERMS.grace / 2 < when - froze < LONG / 4
         assert "has not been heard of for" in view.lost[2]
         processes[2].signal(signal.SIGCONT)
-        assert f"left out since view {view.number}: it has not been heard of for" in lost(processes[2])
+        assert f"left out since view {view.roster.number}: it has not been heard of for" in lost(processes[2])
         assert not any(processes[one].end.poll(0.5) for one in (0, 1, 3))
 
 
@@ -64,8 +64,8 @@ def test_frozen_coordinator() -> None:
         froze = time.time()
         when, view = agreed(processes, [1, 2, 3])
         assert view.members == (1, 2, 3)
-        assert view.host == 1
+        assert view.roster.host == 1
         assert TERMS.grace / 2 < when - froze < LONG / 4
         processes[0].signal(signal.SIGCONT)
-        assert f"left out since view {view.number}: it has not been heard of for" in lost(processes[0])
+        assert f"left out since view {view.roster.number}: it has not been heard of for" in lost(processes[0])
         assert not any(processes[one].end.poll(0.5) for one in (1, 2, 3))

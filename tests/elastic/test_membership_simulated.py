@@ -4,7 +4,9 @@ import itertools
 import random
 
 import pytest
-from membership_world import TICK, World
+from membership_world import TERMS, TICK, World
+
+from lightning_hetero.comm.failure_reports import Failure
 
 SINGLE = [[0], [1], [2], [3], [4]]
 PAIRS = [[0, 1], [2, 3], [4, 5], [6, 7]]
@@ -161,6 +163,55 @@ def test_kills_alone_leave_all_others_in_one_view(seed: int) -> None:
     check_settled(world)
 
 
+# -- while a lost member is a failure ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_all_know_the_same_failures_in_one_order(seed: int) -> None:
+    """Ranks fail, are killed, frozen and cut off, coordinators too; only ended processes are lost."""
+    world, draw = World(seed, SINGLE, None), random.Random(seed)
+    world.run(1.0)
+    failed, killed = set(), set()
+    for _ in range(draw.randint(3, 8)):
+        world.run(draw.choice([0.0, 0.01, 0.1, 0.5, 2.5, 20.0]))
+        one, what = draw.choice(list(world.nodes)), draw.choice(["fail", "fail", "kill", "freeze", "part", "break"])
+        if what == "fail" and world.nodes[one].runs:
+            world.nodes[one].member.announce(Failure(one, "failed", 1, f"failed at {world.time:g}"))
+            failed.add(one)
+        elif what == "kill" and len(killed) < 3:
+            world.kill(one)
+            killed.add(one)
+        elif what == "freeze":
+            world.freeze(one)
+        elif what == "part":
+            world.part([one])
+        elif what == "break":
+            world.break_links(one)
+    world.heal()
+    for one in world.nodes:
+        world.thaw(one)
+    world.run(30.0)
+    living = sorted(world.nodes.keys() - killed)
+    assert world.going == living
+    known = [world.nodes[one].member.reports.all() for one in living]
+    assert known == known[:1] * len(living)
+    assert {one.rank for one in known[0] if one.kind == "gone"} == killed
+    assert failed - killed <= {one.rank for one in known[0] if one.kind == "failed"} <= failed
+
+
+@pytest.mark.parametrize("lost", [0, 3])
+@pytest.mark.parametrize("seed", range(10))
+def test_a_member_is_lost_while_others_begin_to_survive_that(seed: int, lost: int) -> None:
+    world, draw = World(seed, PAIRS, None), random.Random(seed)
+    for node in world.nodes.values():
+        world.after(draw.uniform(1.0, 5.0), lambda node=node: node.runs and node.member.survive(TERMS, 0, PAIRS, None))
+    world.after(draw.uniform(0.5, 5.5), lambda: world.kill(lost))
+    world.run(30.0)
+    check_views(world)
+    check_settled(world)
+    assert world.going == [one for one in world.nodes if one // 2 != lost // 2]
+
+
 # -- how far the lost ones had come ------------------------------------------------------------------
 
 
@@ -188,7 +239,8 @@ def test_what_lost_members_have_done_is_known_up_to_a_heartbeat(seed: int, lost:
     check_settled(world)
     if 0 in lost and 3 in lost:  # only the coordinator has had messages of member 3
         member = world.nodes[1].member
-        assert world.agreed[member.view.key].steps.keys() == {0}
+        assert 0 in world.agreed[member.view.key].steps
+        assert 3 not in world.agreed[member.view.key].steps
         lost = [0]
     check_steps(world, lost, at)
 

@@ -5,8 +5,8 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from lightning_hetero.elastic import join_requests
-from lightning_hetero.elastic.join_requests import LauncherStore
+from lightning_hetero.comm import join_requests
+from lightning_hetero.comm.join_requests import LauncherStore
 from lightning_hetero.errors import CommunicationError
 
 _SOON = timedelta(seconds=5)

@@ -12,9 +12,10 @@ from lightning.pytorch.plugins import Precision
 from torch import nn
 
 from lightning_hetero.checkpoint.writer import AtomicCheckpointIO
+from lightning_hetero.comm.failure_detector import LEFT
+from lightning_hetero.comm.membership_protocol import NextView
+from lightning_hetero.comm.quorum import Roster
 from lightning_hetero.comm.retry import CollectiveRetry
-from lightning_hetero.elastic.failure_detector import LEFT
-from lightning_hetero.elastic.protocol import AgreedView
 from lightning_hetero.errors import CommunicationError, MembershipLostError
 from lightning_hetero.strategies import join, recovery_policy
 from lightning_hetero.strategies.job import scale_gradients
@@ -30,7 +31,7 @@ def test_who_fails_while_others_begin_again_leaves_the_job_to_them(between: bool
     recovery, ends = PeerRecovery(strategy), list[bool]()
     recovery._newcomers = SimpleNamespace(end=lambda over: ends.append(over))  # type: ignore[assignment]
     if between:  # with whom it has left the fit
-        recovery._former = SimpleNamespace(failed=lambda how: None, close=lambda: None)  # type: ignore[assignment]
+        recovery._former = SimpleNamespace(announce=lambda kind, how: None, close=lambda: None)  # type: ignore[assignment]
     recovery.failed(ValueError("no"))
     assert ends == [not between]
 
@@ -38,8 +39,8 @@ def test_who_fails_while_others_begin_again_leaves_the_job_to_them(between: bool
 def test_who_has_agreed_to_go_on_and_cannot_ends_at_once() -> None:
     """It does not agree again and again until the limit, as if one more rank had been lost."""
     strategy: Any = SimpleNamespace(options=SimpleNamespace(limit=timedelta(seconds=1)))
-    recovery, at = PeerRecovery(strategy), Progress(5, 2, 9, 6, 1, 5, 4)
-    agreed = AgreedView(1, (0, 1), {0: at, 1: at}, {2: "died"}, ["host", 1], 0, {})
+    recovery, at = PeerRecovery(strategy), Progress(5, 2, 9, 6, 1, 4)
+    agreed = NextView(Roster(1, 0, ((0,), (1,))), {0: at, 1: at}, {2: "died"}, ["host", 1], {})
     recovery._membership = SimpleNamespace(me=0, agree=lambda own: agreed)  # type: ignore[assignment]
 
     def rejoin(*_: Any) -> None:
@@ -64,7 +65,7 @@ def test_missed_collectives_are_made_up_for_or_end_the_rank(monkeypatch: pytest.
     monkeypatch.setattr(recovery_policy, "value_of_rank", value_of_rank)
     for done, ends in ((20, False), (8, False), (7, True)):
         sent.clear()
-        behind, both = CollectiveRetry(print), [Progress(0, 0, calls, 0, 0, 0, 0) for calls in (40, done)]
+        behind, both = CollectiveRetry(print), [Progress(0, 0, calls, 0, 0, 0) for calls in (40, done)]
         catch_up(ahead, both, both[0])
         if ends:
             with pytest.raises(MembershipLostError, match="it has missed 33 collectives"):
@@ -88,7 +89,8 @@ def test_fewer_than_those_that_have_begun_again_do_not_begin_by_themselves(
 ) -> None:
     """A rank is lost just when all begin again: some are in the new view, and have left the former one."""
     strategy: Any = SimpleNamespace()
-    recovery, agreed = PeerRecovery(strategy), AgreedView(4, members, {}, lost, ["host", 1], 1, {})
+    roster = Roster(4, 1, tuple((one,) for one in members))
+    recovery, agreed = PeerRecovery(strategy), NextView(roster, {}, lost, ["host", 1], {})
     recovery._former = SimpleNamespace(me=1, agree=lambda progress: agreed)  # type: ignore[assignment]
     if ends:
         with pytest.raises(MembershipLostError, match="Rank 1 cannot go on: rank"):

@@ -137,11 +137,11 @@ class _Ours:
     def pytest_runtest_teardown(self) -> None:
         from lightning_hetero.comm import failures
 
-        for watch in (failures._failures, failures._waits):
+        for watch in (failures._membership, failures._waits):
             if watch is not None:
                 watch.close()
         for thread in threading.enumerate():
-            if thread.name in ("hetero-failures", "hetero-waits", "rank-observer"):
+            if thread.name in ("hetero-membership", "hetero-waits", "rank-observer"):
                 thread.join(30.0)  # the last one ends with the other ranks' processes
 
 

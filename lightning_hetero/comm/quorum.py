@@ -1,9 +1,7 @@
-"""Quorum rule, by which members of a view may go on without the others; and election of their coordinator."""
+"""Quorum rule, by which members of a view may go on without the others."""
 
 from collections.abc import Collection
-from typing import Any, NamedTuple, Protocol
-
-from lightning_hetero.elastic.failure_detector import AdaptiveTimeout, LostMembers, MemberEnvironment
+from typing import Any, NamedTuple
 
 Key = tuple[int, int]  # of a view: its number, and the member that proposed it
 
@@ -123,84 +121,3 @@ class MemberState(NamedTuple):
         coordinator, term, view, acked, progress, changing = value
         come = None if progress is None else tuple(progress)
         return cls(int(coordinator), int(term), Roster.read(view), tuple(map(Roster.read, acked)), come, bool(changing))
-
-
-class VotingMember(Protocol):
-    """A member, as the election sees it.
-
-    Attributes:
-        me: its id.
-        view: the last one that was committed.
-        timeout: knows how long others have been silent.
-        environment: its clock.
-        lost: members that are lost or have left.
-    """
-
-    me: int
-    view: Roster
-    lost: LostMembers
-    timeout: AdaptiveTimeout
-    environment: MemberEnvironment
-
-    @property
-    def others(self) -> list[int]:
-        """Other members that live, as far as is known."""
-
-    @property
-    def is_coordinator(self) -> bool:
-        """Whether this member is the coordinator."""
-
-    def leave_coordinator(self) -> None:
-        """This member is about to follow another coordinator."""
-
-    def coordinator_chosen(self) -> None:
-        """This member follows another coordinator, or is it itself."""
-
-
-class LeaderElection:
-    """Election of the coordinator: the lowest living member, unless others already follow another.
-
-    Two members may take themselves for the coordinator for a while. That does no harm: a view needs the
-    acknowledgement of all its members, and each of them follows one coordinator only.
-
-    Args:
-        member: that follows.
-
-    Attributes:
-        coordinator: the member that leads, as far as this one knows.
-        term: how often it has changed, as far as is known. Members turn to the one with the highest term.
-    """
-
-    def __init__(self, member: VotingMember) -> None:
-        self._member = member
-        self.coordinator, self.term = min(member.view.members), 0
-
-    def choose(self) -> bool:
-        """Follow the lowest living member if the coordinator is lost; whether there is one."""
-        member = self._member
-        while self.coordinator in member.lost or self.coordinator not in member.view.members:
-            living = [*member.others, *([member.me] if member.me not in member.lost else [])]
-            if not living:
-                return False
-            self.follow(min(living), self.term + 1)
-        return True
-
-    def consider(self, peer: int, state: MemberState) -> None:
-        """Perhaps follow the coordinator that another member names."""
-        member, coordinator = self._member, state.coordinator
-        if coordinator == self.coordinator:
-            self.term = max(self.term, state.term)
-        elif coordinator in member.lost:
-            return
-        elif peer == self.coordinator:  # it is not the coordinator (any more)
-            self.follow(coordinator, max(self.term, state.term) + (coordinator == member.me))
-        elif coordinator != member.me and (state.term, -coordinator) > (self.term, -self.coordinator):
-            silence = member.timeout.silence(self.coordinator, member.environment.now())
-            if member.is_coordinator or (peer == coordinator and silence > member.timeout.grace / 2):
-                self.follow(coordinator, state.term)
-
-    def follow(self, coordinator: int, term: int) -> None:
-        """Follow another coordinator, or become it."""
-        self._member.leave_coordinator()
-        self.coordinator, self.term = coordinator, term
-        self._member.coordinator_chosen()

@@ -1,165 +1,8 @@
-"""Heartbeats between members, and the failure detector: how long a member may be silent before it counts as lost."""
+"""Failure detection: how long a member may be silent before it counts as lost, and which ones are."""
 
 from collections import deque
-from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple, Protocol
-
-
-class MemberChannel(Protocol):
-    """A connection to another member."""
-
-    peer: Any
-    mine: bool
-
-    def send(self, message: dict[str, Any]) -> None:
-        """Send a message."""
-
-    def close(self) -> None:
-        """Close the connection; nothing is heard of it any more."""
-
-
-class MemberEnvironment(Protocol):
-    """Environment of a member: clock, connections and counters."""
-
-    def now(self) -> float:
-        """Seconds, on a clock that never goes back."""
-
-    def connect(self, peer: int) -> MemberChannel:
-        """Begin to connect to a member."""
-
-    def offer(self, number: int, /) -> Any:
-        """The store at which the members of a view meet."""
-
-    def busy(self) -> float:
-        """Number of processes for each core of this machine, at least 1."""
-
-    def steps(self) -> int:
-        """Number of steps that this member has done."""
-
-
-class WatchingMember(Protocol):
-    """A member, as its heartbeats and its failure detector see it.
-
-    Attributes:
-        me: its id.
-        timeout: how long others may be silent.
-        environment: its clock and counters.
-        inbound: connections that others have made, by their ids.
-        outbound: connections that this member has made.
-    """
-
-    me: int
-    timeout: "AdaptiveTimeout"
-    environment: MemberEnvironment
-    inbound: dict[int, MemberChannel]
-    outbound: dict[int, MemberChannel]
-
-    @property
-    def others(self) -> list[int]:
-        """Other members that live, as far as is known."""
-
-    @property
-    def coordinator(self) -> int:
-        """The coordinator, as far as this member knows."""
-
-    @property
-    def is_coordinator(self) -> bool:
-        """Whether this member is the coordinator."""
-
-    def lose(self, member: int, why: str, final: bool = False) -> None:
-        """Count a member as lost."""
-
-
-class Heartbeat:
-    """Heartbeats: sends them, and takes in what others say of themselves.
-
-    How many steps a member has done is in its heartbeats, and in the first message on a connection and the last one.
-    So what is known of it is up to a heartbeat old.
-
-    Args:
-        member: that lives.
-
-    Attributes:
-        steps: that each other member has done, as far as is known; fewer than it really has.
-    """
-
-    def __init__(self, member: WatchingMember) -> None:
-        self._member = member
-        self._sent = float("-inf")
-        self.steps: dict[int, int] = {}
-
-    def tick(self, now: float) -> None:
-        """Send a heartbeat, if it is time."""
-        member = self._member
-        if now - self._sent < member.timeout.beat:
-            return
-        self._sent = now
-        beat = self.with_steps({"k": "beat", "v": round(member.environment.busy(), 2)})
-        for channel in (*member.inbound.values(), *member.outbound.values()):
-            channel.send(beat)
-
-    def with_steps(self, message: dict[str, Any]) -> dict[str, Any]:
-        """A message with the number of steps that this member has done, too."""
-        return {**message, "steps": self._member.environment.steps()}
-
-    def received(self, peer: int, message: Mapping[str, Any]) -> None:
-        """Another member has sent a message, of any kind."""
-        if message["k"] == "beat":
-            self._member.timeout.busy(peer, float(message.get("v", 1.0)))
-        if "steps" in message:
-            self.learn({peer: int(message["steps"])})
-
-    def learn(self, steps: Mapping[int, int]) -> None:
-        """Hear how far members have come, from themselves or from others; it may be old."""
-        for peer, done in steps.items():
-            self.steps[peer] = max(done, self.steps.get(peer, done))
-
-
-class FailureDetector:
-    """Failure detector: the coordinator judges the silence of all members, a member that of the coordinator.
-
-    If the coordinator is silent, members ask others whether they are alive before they give it up. So all that are on
-    the other side of a broken network are known at once.
-
-    Args:
-        member: that watches.
-
-    Attributes:
-        asked: members that were asked and have not answered yet, and since when.
-    """
-
-    def __init__(self, member: WatchingMember) -> None:
-        self._member = member
-        self.asked: dict[int, float] = {}
-
-    def heard(self, other: int) -> None:
-        """A member has answered, or is not waited for any more."""
-        self.asked.pop(other, None)
-
-    def tick(self) -> None:
-        """Some time has passed."""
-        member = self._member
-        now, grace = member.environment.now(), member.timeout.grace
-        for other in member.others if member.is_coordinator else [member.coordinator]:
-            silence = member.timeout.silence(other, now)
-            if silence > grace:
-                asked = {} if member.is_coordinator else dict(self.asked)
-                member.lose(other, f"has not been heard of for {silence:.1f} s")
-                for silent, since in asked.items():
-                    if now - since > 0.4 * grace:
-                        member.lose(silent, f"has not been heard of for {now - since:.1f} s")
-            elif silence > grace / 2 and not member.is_coordinator:
-                self._ask(now)
-
-    def _ask(self, now: float) -> None:
-        """Ask those that would be the coordinator before this member; and all, if it is the next one itself."""
-        member = self._member
-        others = [other for other in member.others if other != member.coordinator]
-        next_in_line = all(other > member.me for other in others)
-        for other in others:
-            if next_in_line or other < member.me:
-                self.asked.setdefault(other, now)
-
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 BEAT = 2.0  # seconds between heartbeats, unless a smaller grace needs them more often
 _OFTEN, _MANY = 1.0, 64  # seconds between heartbeats while the grace is learned; of so many members, more for more
@@ -179,16 +22,14 @@ class AdaptiveTimeout:
     Args:
         grace: seconds of silence after which a member counts as lost; ``None``: learned.
         members: how many there are.
-
-    Attributes:
         before: the longest gap that was heard earlier, in another view, in seconds; ``None``: nothing is known.
     """
 
-    def __init__(self, grace: float | None, members: int = 2) -> None:
+    def __init__(self, grace: float | None, members: int = 2, before: float | None = None) -> None:
         self._given, self._members = grace, members
         self._last: dict[int, float] = {}
         self._periods: deque[tuple[float, float]] = deque(maxlen=_PERIODS)  # when they began, and their longest gaps
-        self.before: float | None = None
+        self.before = before
         self._gaps, self._since = 0, float("inf")
         self._latest = -float("inf")
         self._busy: dict[int, float] = {}
@@ -313,6 +154,11 @@ class LostMembers:
     def mark_alive(self, member: int) -> bool:
         """A member has been heard; whether it counted as lost and does not any more."""
         return member in self._lost and not self._lost[member].final and bool(self._lost.pop(member))
+
+    def begin_again(self) -> None:
+        """A fit has ended, on this member: those whose processes live are not lost any more."""
+        self.left = set()
+        self._lost = {member: loss for member, loss in self._lost.items() if not loss.final}
 
     def readmit(self, members: Iterable[int]) -> None:
         """Members take part in a new view, whatever was decided before."""

@@ -1,28 +1,61 @@
 """Membership protocol of one member: pure, without sockets, threads or clocks of its own."""
 
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
-from lightning_hetero.comm.failures import GONE
-from lightning_hetero.elastic.failure_detector import (
-    AdaptiveTimeout,
-    FailureDetector,
-    Heartbeat,
-    LostMembers,
-    MemberChannel,
-    MemberEnvironment,
-)
-from lightning_hetero.elastic.quorum import Key, LeaderElection, MemberState, Roster, decide
+from lightning_hetero.comm.failure_detector import AdaptiveTimeout, LostMembers
+from lightning_hetero.comm.failure_reports import GONE, Failure, FailureReports
+from lightning_hetero.comm.quorum import Key, MemberState, Roster, decide
 
 
-class ViewProposal(NamedTuple):
-    """A view that the coordinator proposes.
+class MemberChannel(Protocol):
+    """A connection to another member."""
+
+    peer: Any
+    mine: bool
+
+    def send(self, message: dict[str, Any]) -> None:
+        """Send a message."""
+
+    def close(self) -> None:
+        """Close the connection; nothing is heard of it any more."""
+
+
+class MemberEnvironment(Protocol):
+    """Environment of a member: clock, connections and counters."""
+
+    def now(self) -> float:
+        """Seconds, on a clock that never goes back."""
+
+    def connect(self, peer: int) -> MemberChannel:
+        """Begin to connect to a member."""
+
+    def offer(self, number: int, /) -> Any:
+        """The store at which the members of a view meet."""
+
+    def busy(self) -> float:
+        """Number of processes for each core of this machine, at least 1."""
+
+    def steps(self) -> int:
+        """Number of steps that this member has done."""
+
+    def failed(self, failure: Failure, /) -> None:
+        """Another member has told of its failure, or has ended."""
+
+    def heard(self, message: dict[str, Any], /) -> None:
+        """Another member has told something to this one, or to all."""
+
+
+class NextView(NamedTuple):
+    """A view that the coordinator proposes, and on which its members then agree.
 
     Attributes:
-        roster: who would take part.
-        progress: of each member.
-        lost: all that are lost, with the reasons.
+        roster: who takes part.
+        progress: what each of them gave to ``agree()``.
+        lost: all that are lost, each with the reason, which completes "rank 3 ...".
         offer: what the coordinator's ``offer`` returned.
-        steps: that members which would not take part have done, as far as the coordinator knows.
+        steps: that each member has done; lost ones too, as far as is known. They told it with their heartbeats, so they
+            may have done more.
     """
 
     roster: Roster
@@ -36,13 +69,18 @@ class ViewProposal(NamedTuple):
         """Key that tells the view from all others."""
         return self.roster.key
 
+    @property
+    def members(self) -> tuple[int, ...]:
+        """Ids of those that take part, ascending."""
+        return self.roster.members
+
     def written(self) -> list[Any]:
         """For JSON, which has no numbers as keys."""
         by_member = [list(one.items()) for one in (self.progress, self.lost, self.steps)]
         return [self.roster, *by_member, self.offer]
 
     @classmethod
-    def read(cls, value: Any) -> "ViewProposal":
+    def read(cls, value: Any) -> "NextView":
         """The proposal that was written as JSON."""
         roster, all_progress, lost, steps, offer = value
         come = {member: tuple(one) for member, one in all_progress}
@@ -62,7 +100,7 @@ class ViewChange:
     def __init__(self, member: "Member") -> None:
         self._member = member
         self._told: dict[int, MemberState] = {}  # of members, on their connections of now
-        self._proposal: ViewProposal | None = None
+        self._proposal: NextView | None = None
         self._acks: set[int] = set()
         self._since = member.environment.now()
         self._untold = False
@@ -90,11 +128,25 @@ class ViewChange:
         """Tell one member."""
         member = self._member
         if member.is_coordinator:
-            channel.send({"k": "news", "v": member.lost.written(), "changing": member.changing})
+            run = member.reports.run
+            channel.send({"k": "news", "v": member.lost.written(), "changing": member.changing, "run": run})
 
     def drop_proposal(self) -> None:
         """Drop the proposal: the others may have gone on without this member."""
         self._proposal = None
+
+    def begin_again(self) -> None:
+        """A new run: what members have said before counts no more."""
+        self._proposal, self._told = None, {}
+
+    @property
+    def wanted(self) -> bool:
+        """Whether a member that turns to this one wants a new view."""
+        member = self._member
+        if not member.is_coordinator and member.coordinator not in member.lost.left:
+            return False
+        told = [self._told[one] for one in member.others if one in self._told]
+        return any(state.changing or state.progress is not None for state in told)
 
     def forget(self, peer: int) -> None:
         """Forget what a member has said: its connection is another one."""
@@ -102,12 +154,9 @@ class ViewChange:
 
     def state_received(self, peer: int, state: MemberState) -> None:
         """A member says where it stands."""
-        member = self._member
         self._told[peer] = state
         if self._proposal is not None and peer in self._proposal.roster.members:
             self._proposal = None
-        if member.is_coordinator and peer in member.others and (state.changing or state.progress is not None):
-            member.request_view()
 
     def acknowledged(self, peer: int, key: Key) -> None:
         """A member has acknowledged a proposal."""
@@ -130,10 +179,6 @@ class ViewChange:
         for peer in member.others:
             if peer not in member.inbound:
                 member.reach(peer)  # is it alive?
-        if not member.changing and any(
-            one in member.lost and one not in member.lost.left for one in member.view.members
-        ):
-            member.request_view()
         if not member.changing or self._dropped_units() or self._drop_late():
             return
         all_progress = {one: come for one in self._required() if (come := self._progress_of(one)) is not None}
@@ -204,7 +249,7 @@ class ViewChange:
 
     # -- what becomes of it ------------------------------------------------------------------------
 
-    def _propose(self, all_progress: dict[int, tuple[int, ...]]) -> ViewProposal | None:
+    def _propose(self, all_progress: dict[int, tuple[int, ...]]) -> NextView | None:
         member, rosters = self._member, self._rosters()
         units, lacks = decide(all_progress, rosters, member.lost.left, member.terms.minimum, member.terms.unit)
         missing = {one: why for one, why in member.lost.reasons.items() if one in rosters[0].members}
@@ -224,8 +269,8 @@ class ViewChange:
             self._resigned()
             return None
         roster = Roster(number, member.me, units)
-        steps = {one: done for one, done in member.heartbeat.steps.items() if one not in roster.members}
-        proposal = ViewProposal(roster, all_progress, member.lost.reasons, offer, steps)
+        steps = {**member.heartbeat.steps, member.me: member.environment.steps()}
+        proposal = NextView(roster, all_progress, member.lost.reasons, offer, steps)
         self._proposal, self._acks = proposal, {member.me}
         member.acked[proposal.key] = proposal
         for peer in proposal.roster.members:
@@ -234,68 +279,152 @@ class ViewChange:
         return proposal
 
 
-_LINGER = 0.5  # seconds in which the coordinator waits for others to leave as well
+class Heartbeat:
+    """Heartbeats: sends them, and takes in what others say of themselves.
 
-
-class Shutdown:
-    """Shutdown of a member: it says that it ends, until those that must know it have confirmed it.
-
-    A member tells the coordinator, which tells the others. All often leave at the same moment; so a coordinator that
-    leaves waits for the others a little. Then it tells those that remain, and they follow the next one.
+    How many steps a member has done is in its heartbeats, and in the first message on a connection and the last one.
+    So what is known of it is up to a heartbeat old.
 
     Args:
-        member: that ends, or hears that others do.
+        member: that lives.
+
+    Attributes:
+        steps: that each other member has done, as far as is known; fewer than it really has.
     """
 
     def __init__(self, member: "Member") -> None:
         self._member = member
-        self._due = float("inf")
-        self._message: dict[str, Any] = {}
-        self._said = False
-        self._heard: set[int] = set()  # members that have confirmed it
-        self._confirmed = False  # by the coordinator
+        self._sent = float("-inf")
+        self.steps: dict[int, int] = {}
 
-    def begin(self, how: str | None) -> None:
-        """The member ends: with an error, or because its run is over."""
-        waits = how is None and self._member.is_coordinator
-        self._due = self._member.environment.now() + (_LINGER if waits else 0.0)
-        self._message = self._member.heartbeat.with_steps({"k": "bye", "how": how})
-        self._member.advance()
-
-    @property
-    def done(self) -> bool:
-        """Whether the member may go."""
+    def tick(self, now: float) -> None:
+        """Send a heartbeat, if it is time."""
         member = self._member
-        return self._confirmed or (self._said and member.is_coordinator and self._heard.issuperset(member.others))
+        if now - self._sent < member.timeout.beat:
+            return
+        self._sent = now
+        beat = self.with_steps({"k": "beat", "v": round(member.environment.busy(), 2)})
+        for channel in (*member.inbound.values(), *member.outbound.values()):
+            channel.send(beat)
 
-    def advance(self) -> None:
-        """Say it, if it is time."""
+    def with_steps(self, message: dict[str, Any]) -> dict[str, Any]:
+        """A message with the number of steps that this member has done in this fit, too."""
+        return {**message, "steps": self._member.environment.steps() if self._member.survives else 0}
+
+    def received(self, peer: int, message: Mapping[str, Any]) -> None:
+        """Another member has sent a message, of any kind."""
+        if message["k"] == "beat":
+            self._member.timeout.busy(peer, float(message.get("v", 1.0)))
+        if "steps" in message:
+            self.learn({peer: int(message["steps"])})
+
+    def learn(self, steps: Mapping[int, int]) -> None:
+        """Hear how far members have come, from themselves or from others; it may be old."""
+        for peer, done in steps.items():
+            self.steps[peer] = max(done, self.steps.get(peer, done))
+
+
+class FailureDetector:
+    """Failure detector: the coordinator judges the silence of all members, a member that of the coordinator.
+
+    If the coordinator is silent, members ask others whether they are alive before they give it up. So all that are on
+    the other side of a broken network are known at once.
+
+    Args:
+        member: that watches.
+
+    Attributes:
+        asked: members that were asked and have not answered yet, and since when.
+    """
+
+    def __init__(self, member: "Member") -> None:
+        self._member = member
+        self.asked: dict[int, float] = {}
+
+    def heard(self, other: int) -> None:
+        """A member has answered, or is not waited for any more."""
+        self.asked.pop(other, None)
+
+    def tick(self) -> None:
+        """Some time has passed."""
         member = self._member
-        if self._message and not self._said and (member.environment.now() >= self._due or not member.others):
-            self._said = True
-            member.view_change.broadcast()
-            for channel in (*member.inbound.values(), *member.outbound.values()):
-                channel.send(self._message)
+        if not member.survives:
+            return
+        now, grace = member.environment.now(), member.timeout.grace
+        for other in member.others if member.is_coordinator else [member.coordinator]:
+            silence = member.timeout.silence(other, now)
+            if silence > grace:
+                asked = {} if member.is_coordinator else dict(self.asked)
+                member.lose(other, f"has not been heard of for {silence:.1f} s")
+                for silent, since in asked.items():
+                    if now - since > 0.4 * grace:
+                        member.lose(silent, f"has not been heard of for {now - since:.1f} s")
+            elif silence > grace / 2 and not member.is_coordinator:
+                self._ask(now)
 
-    def opened(self, channel: MemberChannel) -> None:
-        """Say it on a new connection."""
-        if self._said:
-            channel.send(self._message)
-
-    def heard(self, peer: int) -> None:
-        """Another member has confirmed it."""
-        self._heard.add(peer)
-        self._confirmed = self._confirmed or peer == self._member.coordinator
-
-    def received(self, channel: MemberChannel, how: str | None) -> None:
-        """Another member says that it ends."""
+    def _ask(self, now: float) -> None:
+        """Ask those that would be the coordinator before this member; and all, if it is the next one itself."""
         member = self._member
-        if not (self._said and member.is_coordinator):  # otherwise it must tell the next coordinator
-            channel.send({"k": "heard"})
-        if how is not None:
-            member.lose(channel.peer, how, final=True)
-        elif member.lost.mark_left(channel.peer):
-            member.view_change.mark_changed()
+        others = [other for other in member.others if other != member.coordinator]
+        next_in_line = all(other > member.me for other in others)
+        for other in others:
+            if next_in_line or other < member.me:
+                self.asked.setdefault(other, now)
+
+
+class LeaderElection:
+    """Election of the coordinator: the lowest living member, unless others already follow another.
+
+    Two members may take themselves for the coordinator for a while. That does no harm: a view needs the
+    acknowledgement of all its members, and each of them follows one coordinator only.
+
+    Args:
+        member: that follows.
+
+    Attributes:
+        coordinator: the member that leads, as far as this one knows.
+        term: how often it has changed, as far as is known. Members turn to the one with the highest term.
+    """
+
+    def __init__(self, member: "Member") -> None:
+        self._member = member
+        self.coordinator, self.term = min(member.view.members), 0
+
+    def choose(self) -> bool:
+        """Follow the lowest living member if the coordinator is lost; whether there is one."""
+        member = self._member
+        while not self._leads():
+            living = [*member.others, *([member.me] if member.me not in member.lost else [])]
+            if not living:
+                return False
+            self.follow(min(living), self.term + 1)
+        return True
+
+    def _leads(self) -> bool:
+        """Whether the coordinator does its part. One that has left does, unless it ends or there is a view to make."""
+        member, coordinator = self._member, self.coordinator
+        stays = coordinator in member.lost.left and not member.changing and coordinator in member.outbound
+        return coordinator in member.view.members and (stays or coordinator not in member.lost)
+
+    def consider(self, peer: int, state: MemberState) -> None:
+        """Perhaps follow the coordinator that another member names."""
+        member, coordinator = self._member, state.coordinator
+        if coordinator == self.coordinator:
+            self.term = max(self.term, state.term)
+        elif coordinator in member.lost:
+            return
+        elif peer == self.coordinator:  # it is not the coordinator (any more)
+            self.follow(coordinator, max(self.term, state.term) + (coordinator == member.me))
+        elif coordinator != member.me and (state.term, -coordinator) > (self.term, -self.coordinator):
+            silence = member.timeout.silence(self.coordinator, member.environment.now())
+            if member.is_coordinator or (peer == coordinator and silence > member.timeout.grace / 2):
+                self.follow(coordinator, state.term)
+
+    def follow(self, coordinator: int, term: int) -> None:
+        """Follow another coordinator, or become it."""
+        self._member.leave_coordinator()
+        self.coordinator, self.term = coordinator, term
+        self._member.coordinator_chosen()
 
 
 class MembershipTerms(NamedTuple):
@@ -315,30 +444,6 @@ class MembershipTerms(NamedTuple):
     unit: str = "replica"
 
 
-class AgreedView(NamedTuple):
-    """View on which its members have agreed.
-
-    Attributes:
-        number: of the view.
-        members: ids of those that take part, ascending.
-        progress: what each of them gave to :meth:`Membership.agree`.
-        lost: members of the view before that do not take part any more, each with the reason, which completes
-            "rank 3 ...".
-        offer: what the coordinator's ``offer`` returned.
-        host: id of the member that made the offer.
-        steps: that each of those that do not take part any more has done, as far as is known; what is not known is not
-            there. A member tells it with its heartbeats, so it may have done more.
-    """
-
-    number: int
-    members: tuple[int, ...]
-    progress: dict[int, tuple[int, ...]]
-    lost: dict[int, str]
-    offer: Any
-    host: int
-    steps: dict[int, int]
-
-
 _TICK = 0.02  # seconds: it is not worthwhile to look at all members more often
 
 
@@ -346,41 +451,44 @@ class Member:
     """Member of a job: its knowledge of the others, and its answers to what happens.
 
     It follows the coordinator: the lowest living member of the last view. If the coordinator is lost, the next one
-    takes its place, and its part is then done by :class:`ViewChange`.
+    takes its place. In a fit that goes on without lost members, its part is then done by :class:`ViewChange`. At all
+    other times nobody is judged by silence, and a lost member is a failure of which all learn.
 
     Args:
         me: id of this member.
-        first: the first view.
-        terms: what the user has asked for.
+        members: ids of all.
         environment: what it needs of the outside.
 
     Attributes:
         view: the last one that was committed.
         acked: proposals that were acknowledged since. They may have been committed by others.
         lost: who is lost or has left.
+        reports: failures of members.
+        survives: whether this member goes on without lost ones.
         changing: whether a new view is wanted.
         progress: what the training thread gave to ``agree()``; ``None`` if it is not there.
         agreed: the last view that was committed while the training thread waited for it.
         evicted: why this member must end.
     """
 
-    def __init__(self, me: int, first: Roster, terms: MembershipTerms, environment: MemberEnvironment) -> None:
-        self.me, self.view, self.terms, self.environment = me, first, terms, environment
-        self.timeout = AdaptiveTimeout(terms.grace, len(first.members))
-        self.acked: dict[Key, ViewProposal] = {}
-        self.lost = LostMembers(me)
-        self.changing, self.began = False, 0.0
+    def __init__(self, me: int, members: Sequence[int], environment: MemberEnvironment) -> None:
+        self.me, self.view, self.environment = me, Roster(0, -1, tuple((one,) for one in sorted(members))), environment
+        self.terms = MembershipTerms(None, 1, 0.0)
+        self.timeout = AdaptiveTimeout(None, len(members))
+        self.acked: dict[Key, NextView] = {}
+        self.lost, self.reports = LostMembers(me), FailureReports(me, self.view.members)
+        self.survives = self.changing = False
+        self.began = 0.0
         self.progress: tuple[int, ...] | None = None
-        self.agreed: ViewProposal | None = None
+        self.agreed: NextView | None = None
         self.evicted: str | None = None
         self.inbound: dict[int, MemberChannel] = {}
         self.outbound: dict[int, MemberChannel] = {}
+        self._own: list[Failure] = []  # of this member in this run: each coordinator hears of them
         self._ticked = float("-inf")
         self._stirred = False
         self.election, self.detector, self.view_change = LeaderElection(self), FailureDetector(self), ViewChange(self)
-        self.shutdown, self.heartbeat = Shutdown(self), Heartbeat(self)
-        first_contact = environment.now() + max(terms.timeout - self.timeout.grace, 0.0)
-        self.timeout.expect(self.others, first_contact)  # they may begin later
+        self.heartbeat = Heartbeat(self)
         # Attempts to connect: how many, and time of the next. Members connect to the coordinator by themselves.
         self._tries = {peer: (0, environment.now() + 1.0) for peer in self.others if self.is_coordinator}
 
@@ -413,6 +521,11 @@ class Member:
         self.view_change.begin()
         self.timeout.expect([self.coordinator], self.environment.now())
         self._tries.pop(self.coordinator, None)  # the next attempt to connect is at once
+        if self.is_coordinator:
+            for channel in self.inbound.values():
+                self._send_reports(channel, self.reports.all())
+            for failure in self._own:
+                self._enter(failure)
 
     def state(self) -> dict[str, Any]:
         """The message that says where this member stands."""
@@ -431,6 +544,55 @@ class Member:
 
     # -- what the training thread does -------------------------------------------------------------
 
+    def begin_run(self) -> None:
+        """A fit, a validation, a test or a prediction begins, on all members."""
+        self._own, self.heartbeat.steps = [], {}
+        self.lost.begin_again()
+        self.view_change.begin_again()
+
+    def survive(
+        self, terms: MembershipTerms, number: int, units: Sequence[Sequence[int]], longest: float | None
+    ) -> None:
+        """Go on without lost members from now on.
+
+        Args:
+            terms: what the user has asked for.
+            number: of the view, at least.
+            units: of all members.
+            longest: see :class:`~lightning_hetero.comm.failure_detector.AdaptiveTimeout`.
+        """
+        self.terms, self.survives, self.acked = terms, True, {}
+        sorted_units = tuple(sorted(tuple(sorted(unit)) for unit in units))
+        self.view = Roster(max(number, self.view.number), self.view.host, sorted_units)
+        self.timeout = AdaptiveTimeout(terms.grace, len(self.view.members), longest)
+        self.timeout.expect(self.others, self.environment.now())
+        self._tell_coordinator()
+        self.advance()
+
+    def stop(self) -> None:
+        """From now on a lost member is a failure, and nobody is judged by silence."""
+        self.survives = self.changing = False
+        self.progress, self.acked = None, {}
+        self.view_change.drop_proposal()
+        self.lost.begin_again()
+
+    def announce(self, failure: Failure) -> None:
+        """Let all members know that this one has failed, or leaves: it takes no part in their views any more."""
+        self._own.append(failure)
+        if self.is_coordinator:
+            self._enter(failure)
+        elif self.coordinator in self.outbound:
+            self._send_reports(self.outbound[self.coordinator], [failure])
+        if failure.kind != "told":
+            self.stop()
+
+    def tell(self, message: dict[str, Any]) -> None:
+        """Send a message to all other members, or to the one in ``to``, by way of the coordinator."""
+        if self.is_coordinator:
+            self._pass_on({**message, "by": self.me})
+        elif self.coordinator in self.outbound:
+            self.outbound[self.coordinator].send({"k": "say", "v": message})
+
     def arrive(self, progress: tuple[int, ...]) -> None:
         """The training thread has come to the agreement."""
         self.progress = progress
@@ -444,7 +606,7 @@ class Member:
 
     def request_view(self) -> None:
         """Ask for a new view."""
-        if not self.changing:
+        if self.survives and not self.changing:
             self.changing, self.began = True, self.environment.now()
             self.view_change.mark_changed()
 
@@ -463,8 +625,7 @@ class Member:
     def finish(self, text: str) -> None:
         """This member must end."""
         if self.evicted is None:
-            self.evicted = text
-            self.changing = True
+            self.evicted, self.changing = text, self.survives
 
     # -- what happens on connections ---------------------------------------------------------------
 
@@ -479,7 +640,10 @@ class Member:
         channel.send(self.state())
         if not channel.mine and self.lost.reasons:
             self.view_change.send_to(channel)
-        self.shutdown.opened(channel)
+        if channel.peer == self.coordinator:
+            self._send_reports(channel, self._own)
+        elif self.is_coordinator and not channel.mine:
+            self._send_reports(channel, self.reports.all())
 
     def closed(self, channel: MemberChannel, refused: bool) -> None:
         """A connection has ended, or nobody listens at its other end."""
@@ -494,6 +658,7 @@ class Member:
         self._tries[peer] = (tries + 1, self.environment.now() + (min(0.05 * 2**tries, 1.0) if tries else 0.0))
         if refused:
             self.lose(peer, GONE)
+            self._enter(self.reports.ended(peer))
         self._stirred = True
 
     def received(self, channel: MemberChannel, message: dict[str, Any]) -> None:
@@ -509,15 +674,21 @@ class Member:
         if kind == "state":
             self._state(channel, MemberState.read(value))
         elif kind == "news" and peer == self.coordinator:
-            self.lost.read(value)
-            if message["changing"]:
-                self.request_view()
-        elif kind == "bye":
-            self.shutdown.received(channel, message["how"])
-        elif kind == "heard":
-            self.shutdown.heard(peer)
+            if self.survives and message["run"] == self.reports.run:
+                self.lost.read(value)
+                if message["changing"]:
+                    self.request_view()
+        elif kind == "report":
+            failure = Failure(*value)
+            if peer in (failure.rank, self.coordinator):
+                self._enter(failure)
+        elif kind == "say":
+            if self.is_coordinator:
+                self._pass_on({**value, "by": peer})
+            elif peer == self.coordinator:
+                self.environment.heard(value)
         elif kind == "propose" and channel is self.outbound.get(self.coordinator):
-            self._acknowledge(channel, ViewProposal.read(value))
+            self._acknowledge(channel, NextView.read(value))
         elif kind == "ack" and channel is self.inbound.get(peer):
             self.view_change.acknowledged(peer, tuple(value))
         elif kind == "commit" and tuple(value) in self.acked:
@@ -527,6 +698,41 @@ class Member:
         elif kind == "out" and message["n"] >= self.view.number:
             self.finish(value)
         self._stirred = True
+
+    # -- failures, and what else members tell each other -------------------------------------------
+
+    def _enter(self, failure: Failure) -> None:
+        """A failure is known; in the order of the coordinator."""
+        if self.is_coordinator and failure.rank != self.me and self.reports.knows(failure):
+            return
+        new = self.reports.add(failure)
+        for channel in self.inbound.values() if self.is_coordinator else ():
+            self._send_reports(channel, [failure])
+        rank, kind, run, how = failure
+        if not new or rank == self.me or kind == "told":
+            return
+        if kind != "left":
+            self.environment.failed(failure)
+        if not self.survives or run != self.reports.run or kind == "gone":
+            return
+        if kind != "left":
+            self.lose(rank, how, final=True)
+        elif self.lost.mark_left(rank):
+            self.view_change.mark_changed()
+
+    def _send_reports(self, channel: MemberChannel, failures: Sequence[Failure]) -> None:
+        for failure in failures:
+            channel.send(self.heartbeat.with_steps({"k": "report", "v": failure}))
+
+    def _pass_on(self, message: dict[str, Any]) -> None:
+        """Pass a message on to all other members, or to the one for which it is."""
+        for peer, channel in self.inbound.items():
+            if peer != message["by"] and message.get("to") in (None, peer):
+                channel.send({"k": "say", "v": message})
+        if message["by"] != self.me and message.get("to") in (None, self.me):
+            self.environment.heard(message)
+
+    # -- views -------------------------------------------------------------------------------------
 
     def _state(self, channel: MemberChannel, state: MemberState) -> None:
         peer = channel.peer
@@ -546,6 +752,8 @@ class Member:
         self.election.consider(peer, state)
         if not channel.mine:
             self.view_change.state_received(peer, state)
+            if self.changing and not state.changing:
+                self.view_change.send_to(channel)
         elif peer == self.coordinator:
             if state.changing:
                 self.request_view()
@@ -553,7 +761,7 @@ class Member:
             self.outbound.pop(peer, None)  # it was only asked whether it is alive
             channel.close()
 
-    def _acknowledge(self, channel: MemberChannel, proposal: ViewProposal) -> None:
+    def _acknowledge(self, channel: MemberChannel, proposal: NextView) -> None:
         if self.progress is not None and self.me in proposal.roster.members and proposal.key > self.view.key:
             self.acked[proposal.key] = proposal
             self.heartbeat.learn(proposal.steps)
@@ -561,11 +769,12 @@ class Member:
         else:
             channel.send(self.state())
 
-    def commit(self, proposal: ViewProposal) -> None:
+    def commit(self, proposal: NextView) -> None:
         """A view has been committed."""
         if self.evicted is not None or proposal.key != max(self.acked):
             return  # a later view has been acknowledged, which is the one that counts
         self.view, self.acked = proposal.roster, {}
+        self.reports.members = self.view.members
         self.lost.readmit(self.view.members)
         for member, why in proposal.lost.items():
             self.lost.lose(member, why, final=True)
@@ -601,6 +810,11 @@ class Member:
             else self.coordinator in self.outbound
         )
 
+    @property
+    def met(self) -> bool:
+        """Whether the coordinator has answered."""
+        return self.is_coordinator or self.coordinator in self.heartbeat.steps
+
     def restart(self) -> None:
         """This process itself did not run for a while: others' silence in that time means nothing."""
         now = self.environment.now()
@@ -611,9 +825,11 @@ class Member:
 
     def advance(self) -> None:
         """Do what can be done now."""
-        self.shutdown.advance()
         if self.evicted is not None:
             return
+        lost = any(one in self.lost and one not in self.lost.left for one in self.view.members)
+        if lost or self.view_change.wanted:
+            self.request_view()
         if not self.election.choose():
             self.finish(f"rank {self.me} {self.lost.reasons[self.me]}, and nobody else remains.")
         elif self.is_coordinator:

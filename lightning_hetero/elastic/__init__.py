@@ -1,1 +1,0 @@
-"""Ranks that die, freeze, leave and join: agreement on a view, and requests to join."""
