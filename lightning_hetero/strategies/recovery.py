@@ -5,6 +5,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from traceback import clear_frames
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -273,7 +274,9 @@ class PeerRecovery(RecoveryPolicy):
             except RuntimeError as error:
                 if self._in_step or self._membership is None or not _is_of_others(error):
                     raise
-                if missed(self._recover(began)):
+                others = self._recover(began)
+                _release(error)
+                if missed(others):
                     return instead()
 
     @contextmanager
@@ -383,6 +386,13 @@ class PeerRecovery(RecoveryPolicy):
         change = MembershipChange(view.number, lost, *sizes, seconds, samples, step, bound=bound, own_streams=own)
         self.losses.append(change)
         self.losses[-1].warn(view)
+
+
+def _release(error: BaseException | None) -> None:
+    """Let go of what the frames of a handled error hold: the graph of a broken step, which keeps parameters in use."""
+    while error is not None:
+        clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
 
 
 def _is_of_others(error: BaseException) -> bool:
