@@ -323,7 +323,7 @@ class Membership:
                 except (KeyError, TypeError, ValueError, AttributeError):
                     self._transport.end(link)
             else:
-                member.closed(link, what == "refused")
+                member.closed(link, refused=what == "refused", unreachable=link.connecting)
         member.tick()
         self._call(member)
 

@@ -484,6 +484,7 @@ class Member:
         self.evicted: str | None = None
         self.inbound: dict[int, MemberChannel] = {}
         self.outbound: dict[int, MemberChannel] = {}
+        self._connected_once: set[int] = set()
         self._own: list[Failure] = []  # of this member in this run: each coordinator hears of them
         self._ticked = float("-inf")
         self._stirred = False
@@ -631,6 +632,7 @@ class Member:
 
     def opened(self, channel: MemberChannel) -> None:
         """A connection can be used."""
+        self._connected_once.add(channel.peer)
         self.timeout.connected(channel.peer, self.environment.now())
         if not channel.mine:
             old, self.inbound[channel.peer] = self.inbound.get(channel.peer), channel
@@ -645,8 +647,8 @@ class Member:
         elif self.is_coordinator and not channel.mine:
             self._send_reports(channel, self.reports.all())
 
-    def closed(self, channel: MemberChannel, refused: bool) -> None:
-        """A connection has ended, or nobody listens at its other end."""
+    def closed(self, channel: MemberChannel, refused: bool, unreachable: bool = False) -> None:
+        """A connection has ended, or nobody listens at its other end, or the machine there does not answer."""
         peer = channel.peer
         channels = self.outbound if channel.mine else self.inbound
         if channels.get(peer) is not channel:
@@ -656,7 +658,8 @@ class Member:
             self.view_change.forget(peer)
         tries, _ = self._tries.get(peer, (0, 0.0))
         self._tries[peer] = (tries + 1, self.environment.now() + (min(0.05 * 2**tries, 1.0) if tries else 0.0))
-        if refused:
+        # Where silence is not judged, a machine that ends a connection and cannot be reached again has ended.
+        if refused or (unreachable and peer in self._connected_once and not self.survives):
             self.lose(peer, GONE)
             self._enter(self.reports.ended(peer))
         self._stirred = True

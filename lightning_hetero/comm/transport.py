@@ -32,6 +32,7 @@ HostPort = tuple[str, int]
 GREETING = 256  # bytes of the first line, at most
 STRANGERS = 16  # connections at a time, beside those of peers, that have not said who they are
 HURRY = 5.0  # seconds within which they must say it
+_ANSWER = 3.0  # seconds within which a machine takes a connection; a lost packet is sent again after 1 s
 
 
 _ports: Sequence[int] = (0,)
@@ -262,7 +263,7 @@ class LinkEvent(NamedTuple):
 
     Attributes:
         what: ``opened``, ``message``, ``closed``, ``refused`` (nobody listens there), ``late`` (the other end has not
-            said in time who it is), or ``stranger`` (it does not begin as a peer does).
+            answered in time, or not said who it is), or ``stranger`` (it does not begin as a peer does).
         link: the connection.
         message: that has come.
     """
@@ -408,8 +409,9 @@ class MessageTransport:
             for caller in self._listener.accept():
                 self._take(caller)
         now = time.monotonic()
-        for link in [link for link in self._links if not link.open and now - link.since > HURRY]:
-            self.end(link, "late")
+        for link in [link for link in self._links if not link.open]:
+            if now - link.since > (_ANSWER if link.connecting else HURRY):
+                self.end(link, "late")
         happened, self._happened = self._happened, deque()
         return happened
 

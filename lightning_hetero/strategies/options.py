@@ -137,7 +137,8 @@ class Options:
             package's, gloo's and NCCL's (it sets ``GLOO_SOCKET_IFNAME`` and ``NCCL_SOCKET_IFNAME``). It may differ
             between machines. Default: the interface towards ``MASTER_ADDR``; gloo looks for that of the hostname.
         ports: range in which this package listens, such as ``"29500-29540"``; also for ``MASTER_PORT``, if Lightning
-            chooses it. The system chooses the ports of gloo and NCCL: ``docs/two_machines.md`` says how to limit them.
+            chooses it. Every rank listens: give several ports for each rank of the machine. The system chooses the
+            ports of gloo and NCCL: ``docs/two_machines.md`` says how to limit them.
         data_parallel_size: for a model that shards itself in ``configure_model``: size of
             ``self.device_mesh["data_parallel"]``, over which a replica shards parameters. ``"auto"``: the ranks of the
             replica, divided by ``tensor_parallel_size``.

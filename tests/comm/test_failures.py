@@ -1,5 +1,6 @@
 """First failure of a job, as rank 0 and the others learn of it."""
 
+import contextlib
 import json
 import multiprocessing
 import socket
@@ -83,6 +84,41 @@ def test_the_end_of_rank_0_is_seen_by_the_others() -> None:
     with ranks() as everyone:
         die(everyone[0])
         assert [named(one) for one in everyone[1:]] == [(0, "gone")] * 3
+
+
+@pytest.fixture
+def silent_address() -> Iterator[tuple[str, int]]:
+    """An address at which no connection is made, nor refused: packets to it are lost."""
+    with socket.socket() as full, contextlib.ExitStack() as waiting:
+        full.bind(("127.0.0.1", 0))
+        full.listen(0)
+        for _ in range(3):
+            one = waiting.enter_context(socket.socket())
+            one.setblocking(False)
+            one.connect_ex(full.getsockname())
+        yield full.getsockname()
+
+
+@pytest.mark.parametrize("ended", [0, 2])
+def test_a_rank_whose_machine_is_gone_has_ended(ended: int, silent_address: tuple[str, int]) -> None:
+    with ranks() as everyone:
+        others = [one for one in everyone if one.me != ended]
+        for one in others:
+            (one._transport.addresses or {})[ended] = silent_address
+        time.sleep(1.0)  # the first beats have come
+        assert [first(one, 0.0) for one in others] == [None] * 3
+        die(everyone[ended])
+        began = time.monotonic()
+        assert [named(one) for one in others] == [(ended, "gone")] * 3
+        assert time.monotonic() - began < failures._SECONDS_FOR_NEWS
+
+
+def test_a_rank_that_cannot_be_reached_lives_as_long_as_it_is_connected(silent_address: tuple[str, int]) -> None:
+    with ranks(3) as everyone:
+        for one in everyone[1:]:  # they turn to rank 0, which cannot turn to them
+            (everyone[0]._transport.addresses or {})[one.me] = silent_address
+        time.sleep(4.5)
+        assert [first(one, 0.0) for one in everyone] == [None] * 3
 
 
 def test_an_error_is_of_its_own_run_only() -> None:
