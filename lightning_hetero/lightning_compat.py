@@ -322,6 +322,23 @@ def step_value_kept(results: Any, fx: str, name: str, add_dataloader_idx: bool =
             metric.value = metric._forward_cache
 
 
+def logged_so_far(results: Any | None) -> Callable[[], None]:
+    """Note what has been logged; the function that is returned takes back what was logged after that.
+
+    Objects of torchmetrics, which change in place, stay as they are.
+    """
+    before = {key: dict(vars(metric)) for key, metric in (results or {}).items() if metric.is_tensor}
+
+    def take_back() -> None:
+        for key, metric in list((results or {}).items()):
+            if key in before:
+                vars(metric).update(before[key])
+            elif metric.is_tensor:
+                metric.reset()
+
+    return take_back
+
+
 def _key(results: Any, fx: str, name: str, add_dataloader_idx: bool) -> str:
     indexed = add_dataloader_idx and results.dataloader_idx is not None
     return f"{fx}.{name}" + (f".{results.dataloader_idx}" if indexed else "")

@@ -142,7 +142,11 @@ class Collectives:
 
     @contextmanager
     def deferring(self) -> Iterator[None]:
-        """Reduce what is logged in this block at its end, as one message (collective, if something is logged)."""
+        """Reduce what is logged in this block at its end, as one message (collective, if something is logged).
+
+        Before another collective over all ranks it is reduced, too: the order is then the same where only some ranks
+        have read a value.
+        """
         self._deferred = []
         try:
             yield
@@ -187,6 +191,7 @@ class Collectives:
     def barrier(self) -> None:
         """Wait until every rank is here."""
         if not self.alone():
+            self.reduce_deferred()
             with self._waiting():
                 collective("pass a barrier", dist.barrier)
 
@@ -217,6 +222,7 @@ class Collectives:
         """
         if self.alone():
             return obj
+        self.reduce_deferred()
         with self._waiting():
             return value_of_rank(obj, src, home, place)
 
@@ -254,6 +260,8 @@ class Collectives:
         scalar = tensor.is_floating_point() and tensor.numel() == 1
         if self._logged is not None and everyone and scalar and name in _LOGGED:
             return self._log(tensor, name, self._logged)
+        if everyone:
+            self.reduce_deferred()
         logged = "a tensor" if self._logged is None else f"what {self._logged.place} logs as {self._logged.name!r}"
         what = f"reduce {logged}"
         value = tensor.detach().to("cpu", wide if mean else tensor.dtype, copy=True).reshape(-1)
@@ -409,8 +417,10 @@ class Collectives:
             return self._trial.gathered(tensor, sync_grads)
         if self.alone():
             return tensor
-        if self._before is not None and group in (None, dist.group.WORLD):
-            self._before()
+        if group in (None, dist.group.WORLD):
+            if self._before is not None:
+                self._before()
+            self.reduce_deferred()
 
         def gathering() -> Tensor:
             return gather_samples(tensor.to("cpu"), group, sync_grads, self._waiting, self._loss_counts)

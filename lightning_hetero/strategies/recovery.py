@@ -22,6 +22,7 @@ from lightning_hetero.comm.retry import CollectiveRetry, set_repeater
 from lightning_hetero.comm.stores import store_at
 from lightning_hetero.comm.view import View
 from lightning_hetero.errors import CommunicationError, HeteroError, MembershipLostError, UnsupportedError
+from lightning_hetero.lightning_compat import logged_so_far, results_of
 from lightning_hetero.strategies.job import JobStrategy, gradients_of, set_gradients
 from lightning_hetero.strategies.join import ElasticJoin
 from lightning_hetero.strategies.metrics import leave_metrics, repeat_metrics
@@ -211,6 +212,7 @@ class PeerRecovery(RecoveryPolicy):
             return output
         manual_steps = self._manual_steps
         adds = backward and (self._strategy.accumulates_locally or not module.automatic_optimization)
+        take_back = logged_so_far(results_of(self._strategy.trainer) if self._membership is not None else None)
 
         def inside() -> T:
             # Here: a loss changes their weights, and the repeated step may break again.
@@ -233,6 +235,8 @@ class PeerRecovery(RecoveryPolicy):
                 return True
             if stepped := self._manual_steps > manual_steps:
                 _warn_of_rest(self._strategy.trainer.global_step)
+            else:
+                take_back()
             return stepped
 
         return self._until_done(inside, missed, instead)

@@ -84,9 +84,9 @@ class TrainingStep:
         options: Options,
     ) -> None:
         self._accounting, self._engine, self._finite, self._collectives = accounting, engine, finite, collectives
-        self._options, several = options, engine.view.count > 1
-        self._observer = CollectiveObserver(accounting.timer, several)
-        self._idle = IdleSteps(accounting, several)
+        self._options, self._several = options, engine.view.count > 1
+        self._observer = CollectiveObserver(accounting.timer, self._several)
+        self._idle = IdleSteps(accounting, self._several)
         self._timer = accounting.timer
         self._samples: dict[int, float] = {}  # of the replica, in each batch since optimizers have stepped
         self._stepped: dict[Optimizer, int] = {}  # the batch in which each has stepped last, by hand
@@ -280,6 +280,8 @@ class TrainingStep:
     def backward(self, trainer: "pl.Trainer", loss: Tensor, optimizers: Sequence[Optimizer]) -> Iterator[None]:
         """Run the backward pass of a weighted loss in this block."""
         model = trainer.strategy.model
+        if not self._several:  # else ranks may run backward passes of their own
+            self._collectives.reduce_deferred()
         self.passes += 1
         self._finite.watch(loss, optimizers, model)
         self._timer.watch(loss)  # last, so that all that callbacks do in the backward pass is this rank's own work

@@ -194,3 +194,48 @@ def test_the_number_of_messages_does_not_depend_on_that_of_values() -> None:
         steps = [(after - before).total() for before, after in pairwise(few)]
         assert len(steps) == 6
         assert sorted(steps)[:5] == 5 * [1]  # after one batch ranks exchange reports, too
+
+
+class ReadOnOneRank(Net):
+    """Rank 0 alone looks at a value of the running step; ranks meet after that, but for what they have logged."""
+
+    def __init__(self, meet: str) -> None:
+        super().__init__()
+        self.automatic_optimization, self.meet, self.early = meet != "manual_backward", meet, list[float]()
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss, own = self.loss(batch), torch.tensor(1.0 + self.global_rank)
+        self.log("own", own, sync_dist=True)
+        if self.global_rank == 0:
+            self.early.append(self.trainer.callback_metrics["own"].item())
+        if self.meet == "all_gather":
+            assert self.all_gather(own).tolist() == [1.0, 2.0]
+        elif self.meet == "reduce":
+            assert self.trainer.strategy.reduce(own, reduce_op="sum").item() == 3.0
+        elif self.meet == "barrier":
+            self.trainer.strategy.barrier()
+        elif self.meet == "broadcast":
+            assert self.trainer.strategy.broadcast(own.item()) == 1.0
+        else:
+            self.optimizers().zero_grad()
+            self.manual_backward(loss)
+            self.optimizers().step()
+        self.log("late", 2 * own, sync_dist=True)
+        return loss
+
+
+def read_on_one_rank() -> list[list[float]]:
+    found = []
+    for meet in ("manual_backward", "all_gather", "reduce", "barrier", "broadcast"):
+        module = ReadOnOneRank(meet)
+        trainer = pl.Trainer(strategy=HeteroDDPStrategy(balance="off", timeout=60), max_epochs=1, **FAST)
+        trainer.fit(module, DataLoader(dataset(16), batch_size=4))
+        found.append([*module.early, trainer.callback_metrics["late"].item()])
+    dist.barrier()
+    return found
+
+
+def test_one_rank_may_read_a_value_before_ranks_meet() -> None:
+    first, second = run(read_on_one_rank, 2)
+    assert first == [[1.5, 1.5, 3.0]] * 5
+    assert second == [[3.0]] * 5

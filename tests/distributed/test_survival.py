@@ -346,6 +346,56 @@ def test_the_loss_of_a_repeated_step_counts_once() -> None:
     assert [outcome.value for outcome in rest] == [dict.fromkeys(range(6), 1)] * 2, rest[0].trace
 
 
+class Logging(Module):
+    """Rank 1 is killed in the third step, before what it logs there, or in the backward pass."""
+
+    def __init__(self, when: str) -> None:
+        super().__init__()
+        self.when, self.calls = when, 0
+
+    def _die(self, when: str) -> None:
+        if self.global_rank == 1 and self.calls == 3 and when == self.when:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.calls += 1
+        own = torch.tensor(float(self.trainer.global_step))
+        self.log("early", own, on_step=False, on_epoch=True, sync_dist=True)
+        self._die("logged")
+        self.log("synced", own, on_step=True, on_epoch=True, sync_dist=True)
+        if self.trainer.global_step >= 2:
+            self.log("late", own, on_step=False, on_epoch=True, sync_dist=True)
+        return super().training_step(batch, batch_idx)
+
+    def on_before_backward(self, loss: torch.Tensor) -> None:
+        self._die("backward")
+
+
+def _fit_logging(when: str) -> tuple[dict[str, float], dict[int, list[int]]]:
+    strategy = HeteroDDPStrategy(on_peer_loss="continue", balance="off", timeout=60)
+    trainer, module = pl.Trainer(strategy=strategy, max_epochs=1, **FAST), Logging(when)
+    trainer.fit(module, DataLoader(Numbered(), batch_size=BATCH))
+    names = "early", "synced_epoch", "late"
+    return {name: trainer.callback_metrics[name].item() for name in names}, module.taken
+
+
+@pytest.mark.parametrize("when", ["logged", "backward"])
+def test_what_a_repeated_step_logs_counts_once_in_the_mean_of_an_epoch(when: str) -> None:
+    left, lost = attempt(_fit_logging, 2, when)
+    assert lost.exitcode == -signal.SIGKILL
+    assert left.error is None, left.trace
+    found, taken = left.value
+    sizes = {step: len(samples) for step, samples in taken.items()}  # what a lost rank has logged is lost
+
+    def mean(first: int) -> float:
+        return sum(step * n for step, n in sizes.items() if step >= first) / sum(
+            n for step, n in sizes.items() if step >= first
+        )
+
+    assert len(set(sizes.values())) > 1
+    assert found == pytest.approx({"early": mean(0), "synced_epoch": mean(0), "late": mean(2)}, rel=1e-6)
+
+
 class Validated(Module):
     """Keeps the samples of the latest validation."""
 
