@@ -57,7 +57,7 @@ def _train(strategy: type, do: str, timeout: float, before: Any = None, **option
     [
         ("all_gather", r"rank 0 waits in all_gather \(test_waits.py:\d+\) to gather a tensor"),
         ("all_reduce", r"rank 0 waits in all_reduce \(test_waits.py:\d+\)"),
-        ("log", r"rank 0 waits in fit \(test_waits.py:\d+\) to gather what training_step logs as 'of rank 0'"),
+        ("log", r"rank 0 waits in fit \(test_waits.py:\d+\) to reduce what training_step logs as 'of rank 0'"),
     ],
 )
 def test_all_ranks_say_where_each_of_them_waits(do: str, where: str) -> None:

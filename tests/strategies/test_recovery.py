@@ -103,7 +103,8 @@ def test_gradients_of_earlier_batches_are_weighed_anew_at_each_loss() -> None:
     """The step breaks twice, and each time half of the ranks are lost, over which these gradients are a mean."""
     module: Any = nn.Linear(1, 1, bias=False)
     module.automatic_optimization, module.weight.grad = True, torch.tensor([[4.0]])
-    strategy: Any = SimpleNamespace(module=module, accumulates_locally=True)
+    trainer = SimpleNamespace(_results=None)
+    strategy: Any = SimpleNamespace(module=module, accumulates_locally=True, trainer=trainer)
     recovery, begun = PeerRecovery(strategy), list[float]()
     recovery._membership = object()  # type: ignore[assignment]
 
