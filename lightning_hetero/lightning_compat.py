@@ -37,7 +37,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.utils.data import DataLoader, RandomSampler
 
 from lightning_hetero.batching.passes import Passes
-from lightning_hetero.batching.sampler import has_own_batches, is_sharded, shuffles_by_itself
+from lightning_hetero.batching.sampler import has_own_batches, loader_is_sharded, shuffles_by_itself
 from lightning_hetero.batching.weights import replaced
 from lightning_hetero.errors import not_none
 
@@ -504,7 +504,7 @@ class _Connector(_DataConnector):
     def _prepare_dataloader(self, dataloader: object, shuffle: bool, mode: RunningStage) -> object:
         decides = not user_shards(self.trainer)
         if decides and isinstance(dataloader, DataLoader) and not has_iterable_dataset(dataloader):
-            sharded = is_sharded(dataloader)
+            sharded = loader_is_sharded(dataloader)
             # Where the user has sharded what is predicted, Lightning notes the indices of each batch by itself.
             if (has_own_batches(dataloader) and not sharded) or (sharded and mode != RunningStage.PREDICTING):
                 loader = copy.copy(dataloader)  # the user's own stays as it is

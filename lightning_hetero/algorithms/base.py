@@ -337,7 +337,8 @@ class Averager(Stateful, ABC):
     def after_step(self, context: StepContext) -> Outcome | None:
         """After the optimizer's step: :meth:`meet` if that is :meth:`due`.
 
-        It is called again if the loss of a replica breaks it: count steps in :meth:`before_step`.
+        It is called again if the loss of a replica breaks it, as :meth:`before_step` is: take the number of steps from
+        ``context``, and change state after what can break.
         """
         return self.meet(context) if self.due(context) else None
 

@@ -31,8 +31,9 @@ class DASOAverager(LowBitAverager):
         daso:   x <- (2 S x + P mean) / (2 S + P)
         delta:  x <- x + P / (2 S + P) (mean - snapshot)
 
-    The paper's form (``daso``) takes the nodes' own steps since the snapshot partly back; the other keeps them. B and W
-    are halved whenever the training loss stalls, and start over from the rarest exchange.
+    The mean is weighted by samples. The paper's form (``daso``) takes the nodes' own steps since the snapshot partly
+    back; the other keeps them. B and W are halved whenever the training loss stalls; where B is 1 already, B becomes
+    ``max_global_every``, and W a quarter of that.
 
     Source: DASO, Coquelin et al. 2021.
 
@@ -149,8 +150,8 @@ class DASOAverager(LowBitAverager):
         elif self._begins(context.step) and not self.pending:
             self._begin(context)
         self.epoch_ended, steps = context.epoch_ends, self.schedule_every_n_steps
-        by_epoch = context.epoch_ends and self.monitor is None
-        if by_epoch if steps is None else context.step % steps == 0:
+        looks = context.epoch_ends and self.monitor is None if steps is None else context.step % steps == 0
+        if looks:
             self._update_rate(context)
 
     def _update_rate(self, context: StepContext) -> None:
@@ -168,7 +169,8 @@ class DASOAverager(LowBitAverager):
         out = self._spare or [memory_like(old) for old in self.reference]
         self._packed, self._spare = [], []  # their memory is in use until the mean is there
         weights = context.samples_per_replica
-        own = Contribution(self._sent, weights, self.reference, self.wire, self.lasted, self.feedback, copied)
+        payload = self.lasted  # all learn how long exchanges have lasted
+        own = Contribution(self._sent, weights, self.reference, self.wire, payload, self.feedback, copied)
         exchange = self.links.begin(own, out, self.turn % self.links.members, AVERAGE_PART[self.mixing])
         pending = PendingExchange(context.step, self.schedule.wait, exchange, on_arrival=self._measured)
         self.last_launch, self.turn, self.pending = context.step, self.turn + 1, [pending]

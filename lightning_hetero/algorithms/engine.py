@@ -125,7 +125,7 @@ def explain_nonfinite(engine: "Engine") -> Iterator[None]:
         )
 
 
-#: Shared state that follows from the values with which all begin when others join.
+#: Shared state that follows from the values with which all begin when others join, or resume with other replicas.
 FROM_MODEL = "reference", "commits"
 #: What ranks must have done alike.
 CHANGED = "the parameters that have become trainable or frozen"
@@ -435,10 +435,11 @@ class Engine:
                 change_layout(averager, self.context(epoch_ends=False), self._optimizers)
         return True
 
-    def note_batch_end(self, batch: int, window_ends: bool, epoch_ends: bool) -> bool:
-        """Whether the ranks exchange reports after this batch; to be asked once per batch, alike on all ranks.
+    def decide_exchange(self, batch: int, window_ends: bool, epoch_ends: bool) -> bool:
+        """Decide whether replicas exchange after this batch, and return whether ranks exchange reports after it.
 
-        They do where replicas meet anyway: elsewhere the fast ones would have to wait.
+        Called once per batch, alike on all ranks. Reports are exchanged where replicas meet anyway: elsewhere the fast
+        ones would have to wait.
 
         Args:
             batch: batches done, this one included.
@@ -477,7 +478,7 @@ class Engine:
         self._stepped = True
 
     def window_ended(self) -> None:
-        """The window is over; after :meth:`note_batch_end`."""
+        """The window is over; after :meth:`decide_exchange`."""
         self.windows += 1
         self._open = self._stepped = False
 
@@ -521,7 +522,7 @@ class Engine:
             return averager.join_values(self.context(epoch_ends=False))
 
     def note_evaluation(self) -> None:
-        """Somebody looks at the mean of the replicas without :meth:`consensus`."""
+        """Count an evaluation of the mean of the replicas, for the rate of exchanges."""
         averager = self.running
         self._cadence.note(self.windows, averager.traits.between)
 
@@ -604,7 +605,7 @@ class Engine:
         averager.after_restore()
 
     def load_state_dict(self, state: dict[str, Any], optimizers: Sequence[Optimizer]) -> None:
-        """Continue from :meth:`state_dict`, and this rank's losses by that name."""
+        """Continue from :meth:`state_dict`, to which the caller has added this rank's ``"losses"``."""
         averager = self.running
         averager.replica.unpack(_checked_layout(state["values"], averager.replica.layout))
         averager.replica.set_unexchanged_buffers(state["kept"])

@@ -72,7 +72,7 @@ class RateSchedule:
     """B, the steps between two exchanges, and W, the steps that an exchange may take; pure.
 
     When the loss has not fallen by ``threshold`` (relative to its best) for ``patience`` checks, both are halved, to no
-    less than 1. At B = 1 the next plateau starts over with B = ``max_every`` and W = B / 4.
+    less than 1 (a W of 0 stays 0). At B = 1 the next plateau starts over with B = ``max_every`` and W = B / 4.
 
     Args:
         every: first B, in steps.

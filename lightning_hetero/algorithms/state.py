@@ -1,7 +1,8 @@
 """Declared state: an algorithm says what it keeps, and in which role; its whole lifecycle follows from that.
 
 ==============  =======================================  ==========  ========================  =====================
-role            what it is                               checkpoint  a replica is lost         others join
+role            what it is                               checkpoint  a replica is lost         others join, other
+                                                                                               replicas resume
 ==============  =======================================  ==========  ========================  =====================
 `Shared`        equal on all replicas                    saved       from whom is furthest     from the job
 `Own`           this replica's                           saved       kept                      starts over

@@ -106,7 +106,8 @@ class BatchAccounting:
     ) -> None:
         self.planner, self.timer, self.loaders = planner, timer, loaders
         self.replica, self._group, self._gathering = replica, group, gathering
-        self._defers, self._owes = defers_reports, False  # a report of the step that has ended
+        self._defers = defers_reports  # whether reports are applied where replicas exchange; under hetero_ddp: no
+        self._owes = False  # a report of the step that has ended
         self._meets = False  # whether all ranks wait for these reports
         self.cost, self.evidence = CostModel(), SpeedEstimator()  # by what samples cost, or by their number
         self.by_cost, self._by_samples = CostEvidence(), False  # whether that does not explain this rank's times
@@ -115,11 +116,11 @@ class BatchAccounting:
         self.reports: list[Report] = []  # of all ranks, the latest ones
         self.launched = 0  # reports that this rank has sent
         self._reported_at, self._row = 0, list[float]()  # the step of the latest one, and its values
-        self._quiet = 0  # the step up to which there is none, after a loss
+        self._quiet = 0  # the step up to which there is none, after a rank was lost
         self._warned = False  # that a rank's times bend down
         self._warned_too_slow = False  # that the job is faster without a rank
         self.ended = [False] * planner.world  # which ranks have come to the end of their data, as far as reports tell
-        self._fresh_pass = False  # an epoch's first batch has just been drawn
+        self._fresh_epoch = False  # an epoch's first batch has just been drawn
         self.drawn: Drawn | None = None  # of the running step, None between steps
         self._timings: list[StepTiming] = []  # since the last report
         self._durations = deque[float](maxlen=16)  # seconds of the latest batches, without exchanges between replicas
@@ -149,8 +150,8 @@ class BatchAccounting:
             kept = repartition.former_ranks
             self.reports = [former.reports[rank] for rank in kept] if former.reports else []
             self.ended, self._timings, self.met = [former.ended[rank] for rank in kept], former._timings, former.met
-            self.drawn = former.drawn and former.drawn.for_survivors(kept, self.replica)
-            self._fresh_pass = former._fresh_pass
+            self.drawn = former.drawn and former.drawn.for_survivors(kept, self.replica)  # N without the lost ranks
+            self._fresh_epoch = former._fresh_epoch
             if self._defers:  # replicas may be steps apart: the next reports are of a step that none has done
                 self.launched, self._quiet = repartition.reports, repartition.start
                 self._owes = self._meets = False
@@ -186,12 +187,12 @@ class BatchAccounting:
         self.cost.assume(cost, samples)
         self._by_samples = self.planner.plans[-1].by_samples  # as is known already
 
-    def begin_pass(self) -> None:
+    def begin_epoch(self) -> None:
         """An epoch's first batch is about to be drawn, and those that workers prefetch with it."""
         # Or the next plan could begin at a step that is drawn now. One of several loaders may begin again within an
         # epoch, when the others have drawn their batches of the next step.
         self.apply_reports(ahead=int(len(self.loaders.sources()) > 1))
-        self._fresh_pass = True
+        self._fresh_epoch = True
         self.ended = [False] * self.planner.world
 
     def begin(self) -> None:
@@ -200,8 +201,8 @@ class BatchAccounting:
         Raises:
             DataError: its dataloader is not one that has been set up here.
         """
-        if self._fresh_pass:  # starting workers and the like is not what a batch costs
-            self._fresh_pass = False
+        if self._fresh_epoch:  # starting workers and the like is not what a batch costs
+            self._fresh_epoch = False
             self.timer.restart()
         if not self._defers:
             self.apply_reports()
@@ -232,8 +233,8 @@ class BatchAccounting:
         """This rank has done its work on the batch.
 
         Args:
-            report: whether the ranks exchange reports after this step; the same on all. They also do after the first
-                ones, where shares are measured.
+            report: whether the ranks exchange reports after this step, the same on all: every
+                ``rebalance_every_n_steps``, or where replicas exchange. They also do after the steps of ``OPENING``.
         """
         if self.drawn is None:
             return
@@ -276,7 +277,7 @@ class BatchAccounting:
         return median(self._durations) if self._durations else math.nan
 
     def send_report(self) -> None:
-        """Send the report of the step that has ended, if it is due and a loss has kept this rank from that."""
+        """Send the report of the step that has ended, if one is due; again if a lost rank has broken that."""
         if self._owes:
             self.apply_reports()
             self._row, self._reported_at = self.report(taken=self.agreement is None).row, self.step
@@ -291,7 +292,8 @@ class BatchAccounting:
         """Act on the reports that are on their way, if any; on all ranks at the same step.
 
         Args:
-            ahead: batches that ranks have drawn for steps which are not done, beyond those drawn before the reports.
+            ahead: batches that ranks have drawn since the reports for steps which are not done: 1 once the next one has
+                arrived, 0 between two steps.
         """
         if not self._gathering.in_flight:
             return

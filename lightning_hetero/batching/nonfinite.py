@@ -44,7 +44,8 @@ class DeviceFlags(NamedTuple):
 class NonFiniteGuard:
     """Guard that finds, before the ranks that average gradients step, that the loss or gradient of one is not finite.
 
-    It costs no message, but for a flag where gradients are averaged into shards. A loss that is not finite makes all
+    It costs no message, but for a flag where gradients are averaged into shards, and with ``"skip"`` one before each
+    backward pass. A loss that is not finite makes all
     gradients of its rank NaN. Averaging spreads these, so that every rank sees them in what DDP returns. Only then do
     ranks ask each other who it was. To know, each has looked at its own gradients while DDP was averaging them.
 

@@ -246,10 +246,6 @@ class Planner:
         """Shares of a full batch at ``step``, in samples, whoever's turn it is."""
         return self.at(step).split([self.total])[0]  # zeros where streams decide the sizes of batches
 
-    def turn(self, step: int) -> int | None:
-        """Number of the turn at a step; ``None``: what is left over always goes to the same ranks."""
-        return step + self.origin if self.rotates else None
-
     def update(self, step: int, reports: Sequence[Report]) -> Plan | None:
         """Solve the split again; deterministic in its arguments, so that all ranks agree.
 
@@ -329,7 +325,7 @@ class Planner:
         return plan
 
     def _plan(self, latest: Plan, costs: tuple[Cost, ...], idle: tuple[int, ...] = (), grid: Grid = ()) -> Plan:
-        """A plan for what is known now, without a start."""
+        """A plan for what is known now, without a start; its :meth:`Plan.split` lets all ranks end a step at once."""
         reach = tuple(min(1.0, self.GROWTH * part) for part in self.most)
         plan = Plan(0, costs, self._low, self.high, reach, self._need, latest.by_samples, grid, idle)
         return self._idle_ranks.with_probes(plan, self._limits)
@@ -376,24 +372,24 @@ class Planner:
         compiled = self.COMPILED if any(report.compiles for report in reports) else ()
         best = self._plan(latest, costs, latest.idle, compiled if self._grid is None else self._grid)
         even = replace(best, costs=(Cost(0.0, 1.0),) * self.world, grid=self._grid or ())
-        present, wanted, level = (plan.split([self.total])[0] for plan in (latest, best, even))
+        current, wanted, equal = (plan.split([self.total])[0] for plan in (latest, best, even))
         paid = latest.paid(self.total, costs)
-        if not self._pays(level, wanted, paid, [self.STAY * x for x in noise]):
+        if not self._pays(equal, wanted, paid, [self.STAY * x for x in noise]):
             if self._restored and len(self._looks) < 2:
                 return None  # one stretch of time says too little against it
             self._trial = None
-            return None if present == level else even
+            return None if current == equal else even
         looks, since = list(self._looks), min(r.since for r in reports)
         while looks and sum(look.shortest for look in looks) > since:
             del looks[0]  # it began before the latest change of a rank's speed
-        part = self.CORRECT if looks and present != level else 1.0  # that ranks differ is sure, and a trial follows
-        rest = looks and present != level and self._trial is None and latest.held_back(self.total)
-        if not self._pays(present, wanted, paid, [0.0 if rest else max(self._doubt, part * x) for x in noise]):
+        part = self.CORRECT if looks and current != equal else 1.0  # that ranks differ is sure, and a trial follows
+        trusts = looks and current != equal and self._trial is None and latest.held_back(self.total)
+        if not self._pays(current, wanted, paid, [0.0 if trusts else max(self._doubt, part * x) for x in noise]):
             return None
-        if rest:
+        if trusts:
             return best  # of a split that has proved itself, as far as ranks were trusted
         if looks:
-            gain = makespan(present, paid) - makespan(wanted, paid)
+            gain = makespan(current, paid) - makespan(wanted, paid)
             self._trial = SplitTrial(latest, step_seconds(looks) - gain / 2)
         elif self._looks:
             self._trial = None  # nobody knows how long steps would take now without the re-split

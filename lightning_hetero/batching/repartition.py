@@ -50,7 +50,9 @@ class ShareHistory:
             planner: of these ranks.
             start: the first step that others share.
         """
-        ended = _SharedSpan(self._start, tuple(ids), tuple(planner.plans), planner.total, planner.turn(0))
+        ended = _SharedSpan(
+            self._start, tuple(ids), tuple(planner.plans), planner.total, planner.origin if planner.rotates else None
+        )
         self._stretches, self._start = [*self._stretches, ended][-_MOST:], start
 
     def samples(self, id: int, step: int) -> int:

@@ -77,7 +77,7 @@ class ListsOfBatches(WholeBatches):
         return [fetch(batch) for batch in indices]
 
 
-def is_sharded(loader: Any) -> bool:
+def loader_is_sharded(loader: Any) -> bool:
     """Whether one of a loader's samplers says that it yields this rank's part of the data."""
     batches = getattr(loader, "batch_sampler", None)
     own = getattr(loader, "sampler", None)
@@ -439,7 +439,7 @@ class SharedBatches:
 class ShareSampler(SharedBatches):
     """This rank's slices of the global batches, in training.
 
-    A rank that gets no sample of a batch yields one of its samples all the same, as padding of weight 0, so that every
+    A rank that gets no sample of a batch yields ``padding`` of its samples all the same, with weight 0, so that every
     rank runs the same number of steps.
 
     Args:
@@ -465,7 +465,7 @@ class ShareSampler(SharedBatches):
         self.batches, self.sampler = batches, batches.sampler  # Lightning looks for `set_epoch` there
         self.costs = costs
         self.padding = 1  # samples of a padding batch
-        self._left = 0  # batches that the running pass has still to draw
+        self._left = 0  # batches of the epoch still to be drawn
 
     def __len__(self) -> int:
         return len(self.batches)

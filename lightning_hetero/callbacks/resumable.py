@@ -49,7 +49,8 @@ class ResumableCheckpoint(Resumable):
 
     Args:
         dirpath: folder of the checkpoints, for this run alone, on a file system that all hosts share. Its files are
-            ``step=<step>.ckpt``, with shards beside them; the one of a complete run is ``step=<step>-complete.ckpt``.
+            ``step=<step>.ckpt``, with shards beside them; a complete run's ends in ``-complete.ckpt``, that of a run
+            which SIGTERM has stopped in ``-stopped.ckpt``.
         every_n_steps: optimizer steps from one checkpoint to the next. What is due at the last step of an epoch is
             saved after the next: from the last one, Lightning would not go to the end of the epoch. Default: None, not
             by steps.
@@ -219,11 +220,11 @@ class ResumableCheckpoint(Resumable):
             self._kept.complete(self._latest[1])
         path = checkpoint_path(self.dirpath, step, "-complete" if self._ended["complete"] else "")
         older, self._latest = self._kept.begin(path), None
-        plain, strategy.checkpoint_io = strategy.checkpoint_io, writer
+        usual, strategy.checkpoint_io = strategy.checkpoint_io, writer
         try:
             trainer.save_checkpoint(path, weights_only=False)
         finally:
-            strategy.checkpoint_io = plain
+            strategy.checkpoint_io = usual
         if writer.launch(lambda: self._kept.remove(strategy, older)):
             self._latest = strategy.job, path
         if not self.background:

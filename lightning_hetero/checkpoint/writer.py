@@ -283,7 +283,7 @@ class BackgroundWriter(WrappingCheckpointIO):
         while not all(store.check([other]) for other in others):
             lost = failures.first_failure(0.0) is not None or self._world is not dist.group.WORLD
             if lost or time.monotonic() > until:
-                self._alone = True
+                self._alone = lost
                 raise CheckpointError("another rank has not written its part of the checkpoint. Nothing was replaced.")
             time.sleep(0.02)
         for rank, other in enumerate(others, 1):

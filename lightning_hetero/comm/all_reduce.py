@@ -153,7 +153,10 @@ class ReplicaAllReduce:
         return group_of(self.rank, self.replicas)
 
     def route(self, member: int) -> Route:
-        """Make the process groups of one member per replica, unless they are there (collective; not on a thread)."""
+        """Make the process groups of one member per replica, unless they are there (collective; not on a thread).
+
+        They are gloo's; where all members are on one host, shared memory (:meth:`Groups.bulk`).
+        """
         if self.columns:
             columns = [self.groups.bulk(f"{self.purpose}, column {list(own)}", own) for own in self.columns]
             everyone = self.groups.get(f"{self.purpose}, distances", sorted(chain(*self.replicas)))
@@ -239,31 +242,31 @@ class ReplicaAllReduce:
         self._broadcast(table, route)
         return table
 
-    def _sum_over_replicas(self, route: Route, own: Tensor, part: Contribution, i: int) -> Tensor:
-        """The sum of the ``i``-th vectors of all replicas; ``own`` is overwritten."""
+    def _sum_over_replicas(self, route: Route, total: Tensor, own: Contribution, i: int) -> Tensor:
+        """The sum of the ``i``-th vectors of all replicas, in place: ``total`` is this replica's at first."""
         if not route.columns:
-            return own if route.across is None else self._sum(route.across, own, part.feedback, i)
+            return total if route.across is None else self._sum(route.across, total, own.feedback, i)
         if self.cut is None:
             [everyone] = route.columns
-            return own if everyone is None else self._sum(everyone, own, part.feedback, i)
-        columns = LayoutInColumns(part.layout or self.layout, self.cut)
-        if len(own) != columns.sizes[i]:
+            return total if everyone is None else self._sum(everyone, total, own.feedback, i)
+        columns = LayoutInColumns(own.layout or self.layout, self.cut)
+        if len(total) != columns.sizes[i]:
             raise HeteroError(
-                f"a vector of {len(own)} values was to be exchanged between replicas of unequal size, and vector {i} "
+                f"a vector of {len(total)} values was to be exchanged between replicas of unequal size, and vector {i} "
                 f"of the replica has {columns.sizes[i]}. Say which values they are: average(..., layout=...)."
             )
         segments = columns.segments(i)
-        joined = [join(own, segments, column) for column in range(len(route.columns))]  # some values are in several
+        joined = [join(total, segments, column) for column in range(len(route.columns))]  # some values are in several
         for column, group in enumerate(route.columns):
             if not len(joined[column]) or group is None:
                 continue
-            feedback, all_of = None, part.feedback
+            feedback, all_of = None, own.feedback
             if all_of is not None:
                 feedback = all_of.of_message(i, column, join(all_of.sent[i], segments, column))
-            spread(self._sum(group, joined[column], feedback, 0), own, segments, column)
+            spread(self._sum(group, joined[column], feedback, 0), total, segments, column)
             if all_of is not None and feedback is not None:
                 spread(feedback.sent[0], all_of.sent[i], segments, column)
-        return own
+        return total
 
     def _sum(self, group: dist.ProcessGroup, own: Tensor, feedback: Feedback | None, i: int) -> Tensor:
         """The sum of the ``i``-th vectors; see :func:`sum_over` and :func:`encoded_sum`."""
@@ -321,7 +324,7 @@ def _summed(value: float, group: dist.ProcessGroup | None) -> float:
 
 
 def _dtype(own: Contribution, old: Tensor) -> torch.dtype:
-    """Of the differences from a reference that are summed."""
+    """The dtype in which differences from a reference are summed."""
     return torch.float32 if own.feedback is not None else DTYPES.get(own.wire) or old.dtype  # low bits: of one replica
 
 

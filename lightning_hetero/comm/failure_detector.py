@@ -161,7 +161,7 @@ class LostMembers:
         self._lost = {member: loss for member, loss in self._lost.items() if not loss.final}
 
     def readmit(self, members: Iterable[int]) -> None:
-        """Members take part in a new view, whatever was decided before."""
+        """Members take part in a new view: final losses are forgotten; a silent member counts until it is heard."""
         for member in members:
             if member in self._lost and self._lost[member].final:
                 del self._lost[member]

@@ -5,7 +5,7 @@ message               from, to                        means
 ====================  ==============================  ==========================================================
 ``state``             both ends, first of all         where I stand: coordinator, last view, what I acknowledged
 ``state``             member to coordinator           my training thread has come to ``agree()``
-``beat``              both, every 1 or 2 s            I am alive, and have done so many steps
+``beat``              both, several times per grace   I am alive, and have done so many steps
 ``report``            to the coordinator, to all      a rank has failed, or ended, or left the fit
 ``say``               to the coordinator, to all      a message of the wait watchdog
 ``news``              coordinator to all              who is lost or has left; come to ``agree()``
@@ -247,7 +247,7 @@ class Membership:
         self._post(lambda: member.arrive(progress))
         self.wait(lambda: member.agreed is not before, until - time.monotonic())
         if member.evicted is None and member.agreed is before:
-            member.finish("it was closed." if self._closed else "the members have not agreed in time.")
+            member.evict("it was closed." if self._closed else "the members have not agreed in time.")
         return None if member.evicted is not None else member.agreed
 
     def _result(self, agreed: NextView) -> NextView:
@@ -295,7 +295,7 @@ class Membership:
                 with self._turn:
                     self._turn.notify_all()
         except Exception as error:
-            member.finish(f"its membership thread has failed with {type(error).__name__}: {error}.")
+            member.evict(f"its membership thread has failed with {type(error).__name__}: {error}.")
             self._call(member)
             raise
         finally:

@@ -259,7 +259,7 @@ class ViewChange:
             for peer, channel in member.inbound.items():
                 if peer in self._told and self._told[peer].coordinator == member.me:
                     channel.send({"k": "out", "n": rosters[0].number, "v": text})
-            member.finish(text)
+            member.evict(text)
             return None
         number = 1 + max(roster.number for roster in rosters)
         try:
@@ -357,7 +357,7 @@ class FailureDetector:
                 asked = {} if member.is_coordinator else dict(self.asked)
                 member.lose(other, f"has not been heard of for {silence:.1f} s")
                 for silent, since in asked.items():
-                    if now - since > 0.4 * grace:
+                    if now - since > 0.4 * grace:  # asked when half of it was over
                         member.lose(silent, f"has not been heard of for {now - since:.1f} s")
             elif silence > grace / 2 and not member.is_coordinator:
                 self._ask(now)
@@ -623,8 +623,8 @@ class Member:
             self.request_view()
         self.view_change.mark_changed()
 
-    def finish(self, text: str) -> None:
-        """This member must end."""
+    def evict(self, text: str) -> None:
+        """This member must end, for the reason that the text gives."""
         if self.evicted is None:
             self.evicted, self.changing = text, self.survives
 
@@ -699,7 +699,7 @@ class Member:
             if peer != self.coordinator:
                 self._tell_coordinator()
         elif kind == "out" and message["n"] >= self.view.number:
-            self.finish(value)
+            self.evict(value)
         self._stirred = True
 
     # -- failures, and what else members tell each other -------------------------------------------
@@ -834,7 +834,7 @@ class Member:
         if lost or self.view_change.wanted:
             self.request_view()
         if not self.election.choose():
-            self.finish(f"rank {self.me} {self.lost.reasons[self.me]}, and nobody else remains.")
+            self.evict(f"rank {self.me} {self.lost.reasons[self.me]}, and nobody else remains.")
         elif self.is_coordinator:
             self.view_change.advance()
         else:

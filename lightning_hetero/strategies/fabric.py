@@ -20,7 +20,7 @@ from typing_extensions import override
 from lightning_hetero import lightning_compat
 from lightning_hetero.batching.accounting import BatchAccounting
 from lightning_hetero.batching.planner import Planner
-from lightning_hetero.batching.sampler import Position, has_own_batches, is_sharded
+from lightning_hetero.batching.sampler import Position, has_own_batches, loader_is_sharded
 from lightning_hetero.batching.timer import StepTimer
 from lightning_hetero.batching.weights import gradient_weight, preserve_buffers, zero_backward
 from lightning_hetero.checkpoint.format import add_plan, restore_plan
@@ -103,7 +103,7 @@ class HeteroFabricStrategy(DDPStrategy):
         planner, ranks = options.planner(world), self.job.view.replica.ranks
 
         def loaders(plans: Planner) -> Loaders:
-            return Loaders(rank, ranks, plans, options, self._begin_pass, partial(value_of_rank, rank=0), _no_peers)
+            return Loaders(rank, ranks, plans, options, self._begin_epoch, partial(value_of_rank, rank=0), _no_peers)
 
         self.loaders, self.evaluating = loaders(planner), loaders(Planner(world, "off"))
         gathering = AsyncAllGather(self.job.report_group(), 1)
@@ -141,9 +141,9 @@ class HeteroFabricStrategy(DDPStrategy):
         evaluated = self.evaluating.evaluation(copy.copy(dataloader), "evaluation")
         return _SharedLoader(dataloader, trained, evaluated, self._fetching, self._fetched)
 
-    def _begin_pass(self) -> Position:
+    def _begin_epoch(self) -> Position:
         running = not_none(self._running, "the loader that trains")
-        self.accounting.begin_pass()
+        self.accounting.begin_epoch()
         self.accounting.planner.expect(running.training.batch_sampler.batches.batch_size)
         return Position(running.passes - 1, 0, self.accounting.step)
 
@@ -246,7 +246,7 @@ def _unsuitable(loader: Any) -> HeteroError | None:
         why = "it has no map-style dataset"
     elif has_own_batches(loader) or loader.batch_size is None:
         why = "it has no batch_size"
-    elif is_sharded(loader):
+    elif loader_is_sharded(loader):
         why = "its sampler splits the data already"
     if not why:
         return None

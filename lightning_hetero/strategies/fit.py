@@ -50,7 +50,7 @@ class Lasting:
         timer: this rank's timer.
         collectives: of the strategy.
         trainer: gives the Trainer once there is one.
-        current: gives the accounting of the latest view: loaders stay when ranks are lost.
+        current: gives the accounting of the latest view; what loaders hold outlives a view.
         retry: calls a function of what ranks do together, and calls it again if a rank was lost meanwhile.
         changing: whether ranks recover from a loss.
     """
@@ -144,8 +144,8 @@ class Fit:
         if former is not None and repartition is not None:
             planner = plan_for_survivors(former.accounting.planner, repartition.former_ranks, planner)
 
-        def begin_pass() -> Position:
-            retry(lambda: current().begin_pass())
+        def begin_epoch() -> Position:  # reports on their way are applied first: the draw needs a plan
+            retry(lambda: current().begin_epoch())
             here = position(trainer(), current().step)
             current().planner.origin = here.batch - here.step
             return here
@@ -161,7 +161,7 @@ class Fit:
             return StreamPeers(job, timer, length, next(streams))
 
         rank, replica = sharing.rank, sharing.replica.ranks
-        loaders = Loaders(rank, replica, planner, options, begin_pass, collectives.broadcast, stream_peers, retry)
+        loaders = Loaders(rank, replica, planner, options, begin_epoch, collectives.broadcast, stream_peers, retry)
         ranks, small = job.data_parallel_ranks(size), partial(job.small_group, size)
         gathering = AsyncAllGather(job.report_group(), size)
         accounting = BatchAccounting(planner, timer, loaders, replica, small, gathering, view.count > 1)
@@ -206,7 +206,7 @@ class Fit:
         Where replicas exchange all at once, plans come from the reports that they exchange there. So they do where
         only reports tell how large a step is.
         """
-        self.end_plans()  # of a fit that did not
+        self.end_plans()  # of an earlier fit that failed before it ended them
         job, planner, lasting = self.job, self.accounting.planner, self.lasting
         moves = planner.auto and not planner.frozen and planner.total > 0 and not planner.infers_total
         if not moves or self.engine.lockstep or job.view.count == 1:

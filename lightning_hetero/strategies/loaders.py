@@ -44,7 +44,7 @@ from lightning_hetero.batching.sampler import (
     batch_slice,
     check_enough,
     has_own_batches,
-    is_sharded,
+    loader_is_sharded,
     makes_whole_batches,
 )
 from lightning_hetero.batching.stream_peers import StreamPeers
@@ -75,8 +75,8 @@ from lightning_hetero.strategies.trainer_checks import one_pass, say_passes
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
-#: Batches of a map-style dataset, which any rank can take; of each rank's own, with sizes that can be chosen; or not.
-#: Or a stream that all ranks read alike.
+#: ``map``: batches of a map-style dataset, which any rank can take. ``shared stream``: all ranks read it alike.
+#: ``resizable stream``: each rank's own, in batches whose size can be chosen. ``stream``: each rank's own, as it comes.
 Kind = Literal["map", "shared stream", "resizable stream", "stream"]
 
 
@@ -218,7 +218,8 @@ class Loaders:
         replica: the ranks that average gradients with this one, itself among them.
         planner: the agreed plans.
         options: of the strategy.
-        begin: says where training stands; called whenever an epoch's first batch is drawn.
+        begin: applies the reports on their way, and says where training stands; called whenever an epoch's first batch
+            is drawn.
         broadcast: sends an object from rank 0 (collective).
         peers: the other ranks, for a stream; given the batches of the longest one, if known (collective).
         retry: calls a function of what ranks do together, and calls it again if a rank was lost meanwhile.
@@ -259,7 +260,11 @@ class Loaders:
         return self._evaluates_by
 
     def continue_from(self, former: "Loaders", repartition: Repartition) -> None:
-        """Go on with the loaders of an earlier view, in the midst of a fit (collective)."""
+        """Go on with the loaders of an earlier view, in the midst of a fit (collective).
+
+        Batches that no rank has drawn are cut among those that remain; drawn ones keep their parts, of which those of
+        lost ranks are not trained on.
+        """
         kept = repartition.former_ranks
         streams = [source for source in former.sources() if isinstance(source, Stream)]
         peers = [self._peers(stream.peers.length).for_survivors(stream.peers, kept) for stream in streams]
@@ -282,7 +287,7 @@ class Loaders:
             batches: SharedBatches = source.batch_sampler if isinstance(source, SharedStreamLoader) else source
             cut = self._cut if isinstance(batches, ShareSampler) else self._plan
             slot = RankSlot(self.rank, tuple(self.replica), cut, repartition.start)
-            batches.repartition(slot, kept, self._begin_pass)
+            batches.repartition(slot, kept, self._begin_epoch)
             batches.before_draw = planner.ready
         for sampler in (*self.evaluated, *self.sources()):
             if isinstance(order := getattr(sampler, "sampler", None), AgreedOrder):
@@ -292,7 +297,7 @@ class Loaders:
 
     def process(self, loader: object, trainer: "pl.Trainer", stage: RunningStage) -> object:
         """Give a loader a sampler that follows the plan (collective), for what the Trainer is running."""
-        sharded = user_shards(trainer) or is_sharded(loader)
+        sharded = user_shards(trainer) or loader_is_sharded(loader)
         if isinstance(loader, DataLoader) and not sharded and not has_iterable_dataset(loader):
             loader = with_whole_batches(loader)
         if trainer.training:
@@ -472,7 +477,7 @@ class Loaders:
         by: SampleCosts | BatchCosts | None = costs
         if isinstance(batches, GroupedBatches) and batches.whole:
             by = self._whole_batches(loader, batches, costs)
-        sampler = ShareSampler(batches, self.rank, self.replica, self._begin_pass, self._cut, by)
+        sampler = ShareSampler(batches, self.rank, self.replica, self._begin_epoch, self._cut, by)
         sampler.padding, sampler.before_draw = self.planner.least, self.planner.ready
         if self._options.max_batch_size is not None:  # a part may be more than a rank takes at once
             collate = CollateInPasses(loader.collate_fn, self.planner.high[self.rank])
@@ -496,7 +501,7 @@ class Loaders:
     def _shared_stream(self, loader: Any, costs: StreamCosts | None) -> SharedStreamLoader:
         total = self.sizes.trained(_batch_size(loader))
         self.planner.expect(total)
-        requests = BatchRequests(total, RankSlot(self.rank, tuple(self.replica), self._plan), self._begin_pass)
+        requests = BatchRequests(total, RankSlot(self.rank, tuple(self.replica), self._plan), self._begin_epoch)
         requests.before_draw = self.planner.ready
         add_worker_init_fn(loader, self.rank)
         return SharedStreamLoader(loader, requests, self.planner.least, costs)
@@ -558,24 +563,24 @@ class Loaders:
     ) -> tuple[list[Any], Sequence[int], Sequence[Sequence[int]]]:
         """Cut one loader's batch by cost, or by samples, in proportion to those of loaders that it is combined with."""
         plan, combined = self.planner.at(step), self.combined()
-        turn = in_epoch if self.planner.rotates else None  # as `Planner.turn`, of the epoch to which the step belongs
+        turn = in_epoch if self.planner.rotates else None  # counts from the step's epoch
         sources = self.sources()
         if combined is None or len(sources) <= 1:
             if isinstance(sampler.costs, BatchCosts):
-                batch, own = sampler.costs.deal(plan, batch)
-                sizes = [[len(one) for one in batch_slice(batch, own, rank)] or [0] for rank in range(len(own))]
-                return batch, own, sizes
+                batch, shares = sampler.costs.deal(plan, batch)
+                sizes = [[len(one) for one in batch_slice(batch, shares, rank)] or [0] for rank in range(len(shares))]
+                return batch, shares, sizes
             self.planner.check_room(len(batch))
             if sampler.costs is not None and not plan.by_samples:
-                batch, own = sampler.costs.deal(plan, batch)
+                batch, shares = sampler.costs.deal(plan, batch)
             else:
-                own = plan.split([len(batch)], turn)[0]
-            return batch, own, plan.pass_sizes(own)
-        shares = plan.split([self._size_at(source, in_epoch, mode_of(combined)) for source in sources], turn)
-        own = shares[next(i for i, source in enumerate(sources) if source is sampler)]
-        return batch, own, [[share] for share in own]
+                shares = plan.split([len(batch)], turn)[0]
+            return batch, shares, plan.pass_sizes(shares)
+        by_loader = plan.split([self._size_at(source, in_epoch, mode_of(combined)) for source in sources], turn)
+        shares = by_loader[next(i for i, source in enumerate(sources) if source is sampler)]
+        return batch, shares, [[share] for share in shares]
 
-    def _begin_pass(self) -> Position:
+    def _begin_epoch(self) -> Position:
         sources, combined = self.sources(), self.combined()
         if combined is not None and len(sources) > 1:
             if any(isinstance(source, SharedStreamLoader) for source in sources):

@@ -204,6 +204,8 @@ class PeerRecovery(RecoveryPolicy):
         """Run an optimizer step, again after a loss unless the others have taken it.
 
         With manual optimization the step is ``training_step``. If optimizers have stepped in it, its rest is left out.
+        Gradients of earlier batches, and logged values, are as before the broken step when it is repeated. Statistics
+        that the module keeps by itself (BatchNorm's, torchmetrics') and random numbers have taken its batch in already.
         """
         module = self._strategy.module
         if self._in_step:  # the outer one repeats it
@@ -292,7 +294,10 @@ class PeerRecovery(RecoveryPolicy):
             self._in_step = False
 
     def _on_change(self) -> None:
-        """A rank was lost, or asks who is: wake this one up, if it waits for others. On the membership's thread."""
+        """A rank was lost, or asks who is: end this one's waits. On the membership's thread.
+
+        The sockets of process groups are shut down, so that a collective which waits raises an error.
+        """
         if not self._over:
             threads.abort_sockets()
 
@@ -308,7 +313,7 @@ class PeerRecovery(RecoveryPolicy):
         membership = self._watched
         me, own, lost, known = membership.me, self._progress(), dict[int, str](), dict[int, int]()
         began, limit = time.monotonic(), self._strategy.options.limit.total_seconds()
-        of_own_streams = dict[int, float]()  # samples of lost ranks in what was drawn, by the view in which it was
+        of_own_streams = dict[int, float]()  # by the view before each try: samples drawn in it for ranks lost since
         self._in_step = False
         while True:
             threads.abort_sockets()  # this thread has noticed the loss, other threads of this rank need not have
@@ -357,6 +362,7 @@ class PeerRecovery(RecoveryPolicy):
     ) -> tuple[MissedWork, LostSamples]:
         strategy, collectives = self._strategy, self._collectives
         me, before = self._watched.me, strategy.job.view
+        # 1. Meet the survivors in a new world, and finish collectives that only some had completed.
         strategy.abandon()
         store = self._store if agreed.roster.host == me else None
         store = store or store_at(agreed.offer, strategy.options.limit)
@@ -365,23 +371,29 @@ class PeerRecovery(RecoveryPolicy):
             all_progress = [Progress(*agreed.progress[id]) for id in job.view.ids]
             strategy.check_shards(job.view, [(progress.step, progress.exchanges) for progress in all_progress])
             catch_up(collectives, all_progress, own)
+            # 2. Where each data-parallel rank was before, and from which step on samples are shared out anew.
             sharing = [view.data_parallel(strategy.options.tensor_parallel).ids for view in (before, job.view)]
             former_ranks = tuple(map(sharing[0].index, sharing[1]))
             reports = [progress.reports for progress in all_progress]
             repartition = Repartition(former_ranks, max(progress.draw for progress in all_progress), max(reports))
+            # 3. What this rank's replica, and all of them, have done and this rank has not.
             replica = [all_progress[rank] for rank in job.view.replica.ranks]
             furthest = max(replica, key=lambda progress: progress.step)
-            step, manual_steps = own.step < furthest.step, furthest.manual_steps - own.manual_steps
-            exchange = strategy.engine.lockstep and own.exchanges < max(progress.exchanges for progress in all_progress)
+            missed_step, manual_steps = own.step < furthest.step, furthest.manual_steps - own.manual_steps
+            missed_exchange = strategy.engine.lockstep and own.exchanges < max(
+                progress.exchanges for progress in all_progress
+            )
             if own_data := strategy.accounting.loaders.own_streams:
-                of_own_streams[before.number] = strategy.accounting.drawn_for_others(former_ranks, step)
-            strategy.continue_with(job, repartition, exchange, reports.index(max(reports)), self._past)
+                of_own_streams[before.number] = strategy.accounting.drawn_for_others(former_ranks, missed_step)
+            # 4. Make all collaborators anew, and let ranks that are behind copy the state of one that is not.
+            strategy.continue_with(job, repartition, missed_exchange, reports.index(max(reports)), self._past)
             self._accounting = strategy.accounting
             strategy.copy_states([progress.step for progress in all_progress])
             drawn = sum(of_own_streams.values()) if own_data else None
             alike = job.view.ranks_leave
-            missed = MissedWork(step, exchange, manual_steps)
-            return missed, count_lost_samples(lost, known, all_progress, self._past, alike, drawn)
+            missed = MissedWork(missed_step, missed_exchange, manual_steps)
+            by_id = dict(zip(job.view.ids, all_progress, strict=True))
+            return missed, count_lost_samples(lost, known, by_id, self._past, alike, drawn)
 
     def _tell(self, lost: dict[int, str], counted: LostSamples, seconds: float) -> None:
         view, step = self._strategy.job.view, self._strategy.trainer.global_step
@@ -400,7 +412,7 @@ def _release(error: BaseException | None) -> None:
 
 
 def _is_of_others(error: BaseException) -> bool:
-    """Whether an error means that others were lost, rather than this rank itself."""
+    """Whether an error means that others were lost, rather than this rank itself: a connection has ended."""
     return is_communication_error(error) and not isinstance(error, MembershipLostError)
 
 

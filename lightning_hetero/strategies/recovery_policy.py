@@ -137,7 +137,7 @@ class LostSamples(NamedTuple):
 def count_lost_samples(
     lost: Mapping[int, str],
     known: Mapping[int, int],
-    all_progress: Sequence[Progress],
+    all_progress: Mapping[int, Progress],
     past: ShareHistory,
     alike: bool,
     own: float | None = None,
@@ -150,8 +150,8 @@ def count_lost_samples(
 
     Args:
         lost: by their ids.
-        known: steps that ranks have done; of lost ones, as far as is known.
-        all_progress: of the ranks that remain.
+        known: steps that ranks have done, by their ids; of lost ones, also those lost before, as far as is known.
+        all_progress: of the ranks that remain, by their ids.
         past: what each rank was to take.
         alike: whether all ranks take every step together, so that nobody can have done more or fewer than these.
         own: samples that the lost ranks are known to have drawn of streams of their own, and not trained on.
@@ -161,8 +161,8 @@ def count_lost_samples(
     """
     if own is not None:
         return LostSamples(round(max(gather(own, "samples that are lost"))), AT_LEAST)
-    least = min(done for id, done in known.items() if id not in lost)
-    met = max(progress.met for progress in all_progress)
+    least = min(done for id, done in known.items() if id in all_progress)
+    met = max(progress.met for progress in all_progress.values())
     first = {id: max(known.get(id, 0), met) for id in lost if id in known or met > 0}
     if alike:
         first, bound = {}, EXACT

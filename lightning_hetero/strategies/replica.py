@@ -219,7 +219,7 @@ class ReplicaStrategy(HeteroStrategy):
         if self.engine.averages:
             outcome, values = collective(
                 "make replicas equal", lambda: (self.engine.finish(), self.engine.own_values())
-            )
+            )  # the model may hold the values that are evaluated
             say_outcome(outcome, type(self).__name__)
             self.engine.running.replica.unpack(values)
             self._broadcast_values()  # also what does not travel
@@ -353,7 +353,7 @@ class ReplicaStrategy(HeteroStrategy):
         self.engine.resume(progress.processed if by_hand else trainer.global_step)  # type: ignore[attr-defined]
 
     def background_consensus(self) -> BackgroundConsensus | None:
-        """Finds the consensus of a checkpoint on a thread; ``None`` where it must be found at the step (collective).
+        """Finds the replicas' mean, or the center, on the thread that saves; ``None``: at the step (collective).
 
         It must where it is neither the mean nor a center that all know, or where somebody looks at it before.
         """

@@ -27,6 +27,8 @@ _NOTICE = 0.5  # seconds within which all ranks have normally answered; who want
 class StopRequest:
     """Stops the Trainer on all ranks after the same batch, once any rank has received SIGTERM, or others want to join.
 
+    Callbacks save by it, too (:meth:`save_after_batch`): it knows the moments from which Lightning can resume.
+
     Lightning broadcasts a flag before every batch, which makes all ranks wait for rank 0 each time, and broadcasts or
     saves within the signal's handler, whenever that happens to run. Here the handler only raises a flag, and the ranks
     agree on a batch.

@@ -92,7 +92,7 @@ class TrainingStep:
         self._stepped: dict[Optimizer, int] = {}  # the batch in which each has stepped last, by hand
         self._loss: Tensor | None = None  # of the running backward pass
         self._weight: float | None = None  # of the loss in the running backward pass; 0 if its samples are left out
-        self._part = 0.0  # of the samples that count in the latest one, those of this rank
+        self._part = 0.0  # n_i / N of this rank in the latest backward pass, of the samples that count
         self._logged: Any | None = None  # the Trainer's collection of logged values
         self._counted = 0.0  # this rank's samples of the latest batch, for what is logged about it
         self._epoch, self._of_epoch = -1, 0.0  # the running one, and this rank's samples in it
@@ -284,7 +284,7 @@ class TrainingStep:
             self._collectives.reduce_deferred()
         self.passes += 1
         self._finite.watch(loss, optimizers, model)
-        self._timer.watch(loss)  # last, so that all that callbacks do in the backward pass is this rank's own work
+        self._timer.watch(loss)  # last, so that the guard's look counts as this rank's own work
         nothing = self._zero_backward(trainer.lightning_module) if self._weight == 0 else nullcontext()
         with deadline("average gradients", self._timer.works), nothing, self._observer.backward():
             yield
@@ -366,7 +366,7 @@ class TrainingStep:
                 self._counted = counted
             ends = window and not lightning_compat.accumulates(trainer)
             self._accounting.end(
-                report=self._engine.note_batch_end(
+                report=self._engine.decide_exchange(
                     self._accounting.step + 1, ends, lightning_compat.epoch_ends(trainer)
                 )
             )

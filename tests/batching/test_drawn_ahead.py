@@ -104,7 +104,7 @@ class Rank:
     def position(self):
         step = 0 if self.accounting is None else self.accounting.step
         if self.accounting is not None:
-            self.accounting.begin_pass()
+            self.accounting.begin_epoch()
         return Position(self.epoch, 0, step)
 
     def step(self, batches, seconds_per_sample):

@@ -1,14 +1,17 @@
 """Saves in the background when ranks are lost: all ranks leave out a save that only some have begun."""
 
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from ranks import run
 
 from lightning_hetero.checkpoint.writer import AtomicCheckpointIO, BackgroundWriter
+from lightning_hetero.errors import CheckpointError
 from lightning_hetero.strategies.saving import retry_on_peer_loss
 
 
@@ -66,3 +69,26 @@ def test_a_save_that_is_made_once_more_is_written_once(tmp_path: Path) -> None:
     assert run(_saved_again, 2, str(tmp_path), timeout=60) == [2, 2]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["all.ckpt", "shard-0-2.ckpt", "shard-1-2.ckpt"]
     assert torch.load(tmp_path / "all.ckpt", weights_only=True) == {"attempt": 2}
+
+
+class _SlowDisk(AtomicCheckpointIO):
+    def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        time.sleep(2.0)
+        super().save_checkpoint(*args, **kwargs)
+
+
+def _too_slow(folder: str) -> str:
+    dist.init_process_group("gloo")
+    rank, store = dist.get_rank(), dist.PrefixStore("saves", dist.distributed_c10d._get_default_store())
+    writer = BackgroundWriter(_SlowDisk() if rank == 1 else AtomicCheckpointIO(), store, limit=0.5)
+    writer.save_checkpoint({"value": torch.ones(2)}, f"{folder}/part-{rank}.ckpt")
+    writer.launch(lambda: None)
+    writer.complete()
+    with pytest.raises(CheckpointError) as raised:
+        writer.agree()
+    return str(raised.value)
+
+
+def test_a_rank_that_writes_for_too_long_is_an_error_on_every_rank(tmp_path: Path) -> None:
+    errors = run(_too_slow, 2, str(tmp_path), timeout=60)
+    assert all("another rank has not written its part" in error for error in errors), errors

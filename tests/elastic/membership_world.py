@@ -51,10 +51,10 @@ class Watched(Member):
         if self.view is not before:
             self.environment.world.on_agreed(self.environment)
 
-    def finish(self, text: str) -> None:
+    def evict(self, text: str) -> None:
         if self.evicted is None:
             self.environment.end_soon()
-        super().finish(text)
+        super().evict(text)
 
 
 class Node:

@@ -27,38 +27,45 @@ def past(monkeypatch: pytest.MonkeyPatch) -> ShareHistory:
     return made_past
 
 
-def progress(met: int = 0) -> list[Progress]:
-    return [Progress(0, 0, 0, 0, 0, met)]
+def progress(*remain: int, met: int = 0) -> dict[int, Progress]:
+    return {id: Progress(0, 0, 0, 0, 0, met) for id in remain}
 
 
 def test_what_lost_ranks_have_told(past: ShareHistory) -> None:
     assert count_lost_samples(
-        {5: "", 7: ""}, {2: 99, 3: 40, 5: 60, 7: 99}, progress(), past, alike=False
+        {5: "", 7: ""}, {2: 99, 3: 40, 5: 60, 7: 99}, progress(2, 3), past, alike=False
     ) == LostSamples(40 * 3 + 3, AT_MOST)
 
 
 def test_a_rank_that_was_ahead_has_lost_nothing(past: ShareHistory) -> None:
-    assert count_lost_samples({3: ""}, {2: 99, 3: 150, 5: 40}, progress(), past, alike=False) == LostSamples(0, AT_MOST)
+    assert count_lost_samples({3: ""}, {2: 99, 3: 150, 5: 40}, progress(2, 5), past, alike=False) == LostSamples(
+        0, AT_MOST
+    )
 
 
 def test_nothing_is_known_of_one(past: ShareHistory) -> None:
     """Such a rank was not behind the slowest one, as far as is known."""
-    assert count_lost_samples({5: "", 7: ""}, {2: 99, 3: 90, 7: 99}, progress(), past, alike=False) == LostSamples(
+    assert count_lost_samples({5: "", 7: ""}, {2: 99, 3: 90, 7: 99}, progress(2, 3), past, alike=False) == LostSamples(
         10 * 3 + 3, AT_LEAST
     )
 
 
 def test_where_all_meet_after_the_same_steps_a_rank_has_done_those(past: ShareHistory) -> None:
-    met, known = [*progress(met=90), *progress(met=96)], {2: 96, 3: 99}
+    met, known = {**progress(2, met=90), **progress(3, met=96)}, {2: 96, 3: 99}
     assert count_lost_samples({5: ""}, {**known, 5: 60}, met, past, alike=False) == LostSamples(4 * 3, AT_MOST)
     assert count_lost_samples({5: ""}, known, met, past, alike=False) == LostSamples(4 * 3, AT_MOST)
     assert count_lost_samples({5: ""}, {**known, 5: 98}, met, past, alike=False) == LostSamples(2 * 3, AT_MOST)
 
 
 def test_where_all_take_each_step_together_the_number_is_exact(past: ShareHistory) -> None:
-    assert count_lost_samples({5: ""}, {2: 98, 3: 99, 5: 60}, progress(met=90), past, alike=True) == LostSamples(
+    assert count_lost_samples({5: ""}, {2: 98, 3: 99, 5: 60}, progress(2, 3, met=90), past, alike=True) == LostSamples(
         2 * 3, EXACT
     )
+
+
+def test_a_rank_that_was_lost_before_holds_nobody_back(past: ShareHistory) -> None:
+    steps = {2: 98, 3: 99, 5: 60, 7: 20}
+    assert count_lost_samples({5: ""}, steps, progress(2, 3), past, alike=True) == LostSamples(2 * 3, EXACT)
 
 
 @pytest.mark.parametrize(
