@@ -24,9 +24,9 @@ AVERAGE_PART: dict[Mixing, AveragePart] = {"daso": "mean", "delta": "away"}  # o
 class DASOAverager(LowBitAverager):
     """Nodes average at every step of the warm-up and the cool-down, and exchange in the background between.
 
-    In the cycling phase, every B steps the active global group (one rank of each node, rotating) begins to average the
-    nodes' parameters, and tells its nodes. W steps later all mix what has arrived, S steps old, into what they have
-    become::
+    Each node is a replica. In the cycling phase, every B steps the active global group (one rank of each node, in turn)
+    begins to average the parameters of the P nodes in the background, and broadcasts the mean within each node. W steps
+    later all mix what has arrived, S steps old, into what they have become. States of optimizers are not exchanged::
 
         daso:   x <- (2 S x + P mean) / (2 S + P)
         delta:  x <- x + P / (2 S + P) (mean - snapshot)
@@ -72,7 +72,7 @@ class DASOAverager(LowBitAverager):
     turn = Shared[int](0)
     pending = InFlight()
     lasted = Own[float](math.nan)
-    epoch_ended = Own[bool](False)
+    epoch_ended = Shared[bool](False)
 
     warmup: float | int | str = 0.1
     cooldown: float | int | str = 0.1
@@ -135,9 +135,9 @@ class DASOAverager(LowBitAverager):
     @override
     def before_step(self, context: StepContext) -> None:
         if self.epoch_ended:  # only now is all known that the epoch has logged
-            self.epoch_ended = False
             if self.monitor is not None and self.schedule_every_n_steps is None:
                 self._update_rate(context)
+            self.epoch_ended = False  # only now: what breaks is called again
 
     @override
     def after_step(self, context: StepContext) -> None:

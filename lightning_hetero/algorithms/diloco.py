@@ -48,7 +48,12 @@ class Fragment:
 
 @dataclass
 class OuterAverager(LowBitAverager, CenteredAverager):
-    """``c <- Outer(c, grad = -sum_i w_i (x_i - c));  x_i <- c``: the kernel with ``a = 1``, the pull coming last.
+    """Every tau steps an outer optimizer moves the center by what the replicas have learned, and they go on from it.
+
+    With weights ``w_i`` by samples::
+
+        c   <- Outer(c, gradient = -sum_i w_i (x_i - c))
+        x_i <- c
 
     With ``fragments`` parts of the model take turns, each with an outer optimizer of its own; with ``delay`` their
     exchanges pass in the background, and ``x_i <- (1 - blend) x_i + blend c`` comes as many steps later.
@@ -76,7 +81,7 @@ class OuterAverager(LowBitAverager, CenteredAverager):
             after the steps t with ``t mod tau = p tau / P``. Default: 1, the whole model at once.
         delay: optimizer steps for which an exchange may last, in the background; less than tau. Default: 0, all wait.
         blend: the part of the way that replicas go to the center when an exchange has arrived, above 0 and at most 1.
-            (The paper's alpha is ``1 - blend``.) Default: 1, all of it.
+            (The paper's alpha is ``1 - blend``, 0.5 there.) Default: 1, all of it: steps within ``delay`` are given up.
 
     Raises:
         ConfigurationError: a value that cannot work; when training starts: more fragments than modules.
@@ -84,7 +89,7 @@ class OuterAverager(LowBitAverager, CenteredAverager):
     Attributes:
         outer_steps: the outer optimizers, one of each fragment.
         rhythm: says which fragments begin their exchange after a step.
-        at_center: whether a fragment has moved after the latest step.
+        at_center: whether an outer step has followed the latest step.
         pending: exchanges under way, one of a fragment at most.
         quiet: step up to which no exchange begins, since a replica was lost.
         lasted: of each fragment, how long its latest exchange lasted, in steps of this replica; NaN before.

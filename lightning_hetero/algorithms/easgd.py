@@ -184,7 +184,7 @@ class ElasticAverager(ElasticBase, LowBitAverager):
         return self.replica.pack(out)
 
     def move(self, own: list[Tensor], average: Average) -> str | None:
-        """Move replica and center: the kernel.
+        """Move replica and center by their equations.
 
         Args:
             own: ``D_i``: vectors like the center.
@@ -218,13 +218,18 @@ class EAMSGDAverager(ElasticAverager):
     """EAMSGD: ``v <- delta v - eta g(x + delta v);  x <- x + v - alpha (x - c)``.
 
     PyTorch's ``SGD(nesterov=True, momentum=delta)`` holds ``y = x + delta v`` and, in its buffer, ``-v / eta``: so
-    ``D_i`` is taken at ``x = y + delta eta buffer``, and ``y`` moves as ``x`` does.
+    ``D_i`` is taken at ``x = y + delta eta buffer``, with ``eta`` of the latest step, and ``y`` moves as ``x`` does.
 
     Source: EAMSGD, Zhang et al. 2015, section 3.2.
 
     Raises:
         UnsupportedError: when training starts: another optimizer.
+
+    Attributes:
+        rates: learning rates of the latest step, of each parameter group; empty before the first.
     """
+
+    rates = Own[list[float]](lambda averager: [])
 
     @override
     def prepare(self) -> Outcome | None:
@@ -235,12 +240,21 @@ class EAMSGDAverager(ElasticAverager):
     def position(self, out: Sequence[Tensor]) -> list[Tensor]:
         names, velocity = self.replica.parameter_ids, dict[str, tuple[Tensor, float]]()
         pairs = [(optimizer, group) for optimizer in self.optimizers for group in optimizer.param_groups]
-        for optimizer, group in pairs:
+        rates = self.rates if len(self.rates) == len(pairs) else self._rates()
+        for (optimizer, group), rate in zip(pairs, rates, strict=True):
             for p in group["params"]:
                 buffer = optimizer.state.get(p, {}).get("momentum_buffer")
                 if buffer is not None and id(p) in names:
-                    velocity[names[id(p)]] = local(buffer), group["momentum"] * float(group["lr"])
+                    velocity[names[id(p)]] = local(buffer), group["momentum"] * rate
         return self.replica.pack_moved(velocity, out)
+
+    def _rates(self) -> list[float]:
+        return [float(group["lr"]) for optimizer in self.optimizers for group in optimizer.param_groups]
+
+    @override
+    def after_step(self, context: StepContext) -> Outcome | None:
+        self.rates = self._rates()  # schedulers have yet to change them
+        return super().after_step(context)
 
 
 def stability(alpha: float, beta: float) -> str | None:

@@ -49,9 +49,11 @@ class RoundGossipAverager(GossipAverager):
 
 @dataclass
 class MatchedAverager(RoundGossipAverager, PairAverager):
-    """In each round replicas meet in pairs, and both move to their mean. All compute the pairs from the same list.
+    """In each round replicas meet in pairs, and both move by half of their difference, or by weight.
 
-    Source: GoSGD, Blot et al. 2016; GossipGraD, Daily et al. 2018.
+    With ``overlap`` that is the difference before a step, added after it. All compute the pairs from the same list.
+
+    Source: GossipGraD, Daily et al. 2018; of overlapped pairs AD-PSGD, Lian et al. 2018.
     """
 
     @override
@@ -65,12 +67,13 @@ class MatchedAverager(RoundGossipAverager, PairAverager):
             self._offer(context, context.step)
         if (met := self.client.meet(self._spare)) is not None:
             self.replica.add(*met)
+            self.restarted = False
 
     def _offer(self, context: StepContext, step: int) -> None:
         round_number, since = divmod(step, self.every_n_steps)
         whom, _ = self.partners(self.rule, round_number)
         if whom and not since:
-            self.client.offer(self.pack(), context.samples_per_replica[self.links.index], whom, round_number)
+            self.client.offer(self.pack(), self.weight(context), whom, round_number)
 
 
 @dataclass
@@ -78,8 +81,8 @@ class DirectedAverager(RoundGossipAverager, PushAverager):
     """One way: ``x_i += sum_j (x_j - x_i) / (d + 1)`` over the ``d`` peers from which something has come in a round.
 
     With ``exchange="pull"`` messages go the other way: those that would receive send. If no message is lost, the sum
-    of all values is kept, because each replica sends as much as it gets. Unlike push-sum, this has no weights, and does
-    not correct for messages that were lost.
+    of all values is kept, since on these topologies each replica sends as much as it gets. Unlike push-sum, this does
+    not correct for messages that were lost, nor does it weight by samples: replicas tend to their plain mean.
 
     Source: GossipGraD, Daily et al. 2018.
     """
@@ -94,18 +97,21 @@ class DirectedAverager(RoundGossipAverager, PushAverager):
             targets, sources = sources, targets
         parts = self.client.parts(self.pack())
         self._spare = self._spare or [memory_like(old) for old in self.reference]
-        moves = [[move.zero_() for move in part] for part in self.client.parts(self._spare)]
+        moves, heard = [[move.zero_() for move in part] for part in self.client.parts(self._spare)], False
         for column, part in zip(self.client, parts, strict=True):
             column.lay_out(part)
             for peer in targets:
-                column.send(peer, round_number, 1.0)
+                column.send(peer, round_number, float(not self.restarted))
         for column, moved in zip(self.client, moves, strict=True):
             with column.receiving(round_number, sources) as pushes:
-                fresh = [push for push in pushes if push.round_number >= round_number]  # others have long moved on
+                # Late ones do not count: who has sent them has moved on.
+                fresh = [push for push in pushes if push.round_number >= round_number and push.weight]
                 for push in fresh:
                     for move, theirs, own in in_chunks(moved, push.vectors, column.outgoing):
                         away = theirs.to(move.dtype) - own.to(move.dtype)
-                        move.add_(away, alpha=1 / (len(fresh) + 1))
+                        move.add_(away, alpha=1 / (len(fresh) + (not self.restarted)))
+                heard |= bool(fresh)
+        self.restarted &= not heard
         self.replica.add(self.client.whole(moves, self._spare), 1.0)
 
 
@@ -138,7 +144,7 @@ class FirstComeAverager(PairAverager):
         self._move()
         if not self.client.offered and context.step % self.every_n_steps == 0:
             others = [peer for peer in range(self.links.count) if peer != self.links.index]
-            self.client.offer(self.pack(), context.samples_per_replica[self.links.index], others)
+            self.client.offer(self.pack(), self.weight(context), others)
 
     def _collect(self, withdraw: bool = False) -> None:
         """Keep what the offer has brought, if anything, until replicas move by it (collective over the replica)."""
@@ -148,7 +154,7 @@ class FirstComeAverager(PairAverager):
     def _move(self) -> None:
         if self.arrived:
             self.replica.add(self.arrived, self.arrived_part)
-            self.arrived = []
+            self.arrived, self.restarted = [], False
 
     @override
     def consensus(self, context: StepContext) -> list[Tensor]:
@@ -156,7 +162,7 @@ class FirstComeAverager(PairAverager):
         self._packed = self.replica.pack(self._packed)
         for value, difference in zip(self._packed, self.arrived, strict=False):
             value.add_(difference.to(value.device, value.dtype), alpha=self.arrived_part)
-        return self.links.average(self._packed, context.samples_per_replica, self.reference).mean
+        return self.links.average(self._packed, self.counted(context).samples_per_replica, self.reference).mean
 
     @override
     def complete(self, context: StepContext) -> None:

@@ -103,8 +103,7 @@ class NoLoCoAverager(PairAverager):
             torch.sub(slow, x, out=gradient)
         whom, _ = self.partners(random_matching, round_number)
         if whom:
-            weight = context.samples_per_replica[self.links.index]
-            self.client.offer(self._message(), weight, whom, round_number, origins=0.0)
+            self.client.offer(self._message(), self.weight(context), whom, round_number, origins=0.0)
         met = self.client.meet(self._spare)
         self._step(met)
         return Outcome(exchanged=met is not None)

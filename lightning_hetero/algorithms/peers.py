@@ -44,9 +44,12 @@ class GossipAverager(Averager, Generic[T]):
         client: exchanges with the peers of this replica, since :meth:`prepare`.
         met: completed exchanges with each peer.
         missed: those that were not, by peer: late, frozen, dead, unreachable.
+        restarted: whether this replica has begun again with the first values, since its own were not finite, and has
+            heard of no other one since. Until then its values do not count.
     """
 
-    traits = Traits(lockstep=False, fresh_start="the values with which all have begun")
+    traits = Traits(lockstep=False, fresh_start="the values with which all have begun, until it hears of another one")
+    restarted = Own[bool](False)
     connect: ClassVar[Any]
 
     wire: Wire = field(default="fp32", kw_only=True)
@@ -92,10 +95,23 @@ class GossipAverager(Averager, Generic[T]):
         """
         self._packed = self.replica.pack(self._packed)
         if not self.is_finite(self._packed):
-            self.replica.unpack(self.restart_values)
+            values = self.restart_values
+            self.replica.unpack(values)
             zero_nonfinite_state(self.optimizers)
-            self._packed = self.replica.pack(self._packed)
+            self._packed, self.restarted = self.replica.pack(self._packed), values is self.reference
         return self._packed
+
+    def counted(self, context: StepContext) -> StepContext:
+        """The facts without the samples of replicas that have :attr:`restarted` (collective)."""
+        if not self.run.skip:
+            return context
+        restarted = self.links.gather_of_replicas(self.restarted)
+        samples = [0 if again else n for again, n in zip(restarted, context.samples_per_replica, strict=True)]
+        return context._replace(samples_per_replica=samples) if any(samples) else context
+
+    @override
+    def consensus(self, context: StepContext) -> list[Tensor]:
+        return super().consensus(self.counted(context))
 
     def partners(self, rule: Rule, round_number: int) -> tuple[Sequence[int], Sequence[int]]:
         """The peers to which this replica sends in a round, and those that send to it."""
@@ -141,6 +157,10 @@ class PairAverager(GossipAverager[PairClient]):
     """
 
     connect = staticmethod(pair_client)
+
+    def weight(self, context: StepContext) -> float:
+        """``s_i`` of the values that were packed."""
+        return 0.0 if self.restarted else context.samples_per_replica[self.links.index]
 
     @override
     def prepare(self) -> Outcome | None:

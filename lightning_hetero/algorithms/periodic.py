@@ -66,7 +66,8 @@ class PeriodicAverager(LowBitAverager):
             flats = moments.pack()
             origin = [torch.zeros_like(f, device="cpu", dtype=wide_dtype(f)) for f in flats]
             layout = moments.layout(self.replica.parameter_ids)
-            moments.unpack(self.links.average(flats, context.samples_per_replica, origin, layout=layout).mean)
+            counted = [n * well for n, well in zip(context.samples_per_replica, average.healthy, strict=True)]
+            moments.unpack(self.links.average(flats, counted, origin, layout=layout).mean)
 
     @override
     def finish(self, context: StepContext) -> Outcome | None:

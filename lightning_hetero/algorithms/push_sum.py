@@ -1,7 +1,7 @@
 """Push-sum gossip: each replica gives a part of its values away, with the same part of its weight."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -103,6 +103,7 @@ class PushSumAverager(PushAverager):
         alone: of each column, whether nothing came in the latest round in which something should have.
     """
 
+    traits = replace(PushAverager.traits, fresh_start="its values of the latest round")
     weights = Own[list[float]](lambda averager: [0.0] * max(len(averager.links.columns), 1))
     x = Own[list[Tensor]](VectorStart(lambda averager: averager.weights[0]))
     alone = Own[list[bool]](lambda averager: [False] * max(len(averager.links.columns), 1))
@@ -115,6 +116,11 @@ class PushSumAverager(PushAverager):
         super().__post_init__()
         at_least_one("every_n_steps", self.every_n_steps)
         self.rule = rule_of(self.topology, DIRECTED, "push-sum")
+
+    @property
+    @override
+    def restart_values(self) -> list[Tensor]:
+        return self.unbiased(self.held(self.x)) if all(self.weights) else self.reference
 
     @override
     def after_step(self, context: StepContext) -> None:

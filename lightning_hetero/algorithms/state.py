@@ -11,6 +11,8 @@ role            what it is                               checkpoint  a replica i
 `Scratch`       can be made again at any time            saved       starts over               starts over
 ==============  =======================================  ==========  ========================  =====================
 
+What follows from the model's values, such as a reference, begins with these where others join.
+
 When parameters become trainable, or frozen, exchanges under way are completed, vectors are brought into the new layout,
 in which added values start by the field's rule, and `Scratch` starts over.
 

@@ -240,7 +240,7 @@ class BatchAccounting:
             return
         self._leave_costs()
         padding, idle = not self.drawn.samples, self.idle
-        samples, cost = (0, 0.0) if idle else (max(int(self.drawn.samples), 1), self.drawn.cost)
+        samples, cost = (0, 0.0) if idle else (int(self.drawn.samples) or self.planner.least, self.drawn.cost)
         for timing in self.timer.end_step(samples, padding, cost, len(self.drawn.pass_sizes)):
             self._learn(timing)
             for watcher in self.watchers:

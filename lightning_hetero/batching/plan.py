@@ -104,7 +104,8 @@ class Plan:
 
     Attributes:
         start: first step (batches since the start of the fit) of this plan.
-        costs: cost per rank; for fixed shares, ``k`` is the inverse share.
+        costs: cost per rank, by which :func:`~lightning_hetero.batching.shares.split` lets all end a step at once; for
+            fixed shares, the cost per sample is the inverse share.
         low: least samples per rank.
         high: most samples per rank, in one pass. A batch that is more than that of all ranks takes several.
         reach: largest part of a batch that each rank is trusted with, 0 to 1; beyond what it has been seen to manage

@@ -60,7 +60,7 @@ class Planner:
         one_pass: why no rank can run its part of a batch in several passes; empty: it can.
         limits_measured: whether these limits were found by trying training steps.
         whole: batches of the user's sampler in a step, each of which stays whole; 0: a step's batch can be cut.
-        most: the largest part of a batch that each rank has been given so far.
+        most: the largest fraction of a batch that each rank has been given so far.
         least: samples that a rank can train on, where the user has not said.
         before_draw: waits until it is sure which plan is in force at a step.
         in_force: the plan by which all ranks evaluate now.
@@ -82,8 +82,8 @@ class Planner:
     APART = 3
     #: Seconds of steps that a look takes in at least, as for a rank's own stretches.
     LOOK = 0.1
-    #: Shares stay away from even ones as long as their gain exceeds this part of the noise; uneven ones are corrected
-    #: if the gain exceeds that part.
+    #: Shares stay uneven as long as the gain exceeds ``STAY`` of the noise, and uneven ones are corrected if the gain
+    #: exceeds ``CORRECT`` of it.
     STAY, CORRECT = 0.5, 0.25
     #: Ranks that normalise over their batch (BatchNorm) get a quarter of an even share, or so many samples: with fewer,
     #: their statistics are too noisy to train well (Wu and He 2018, figure 1).

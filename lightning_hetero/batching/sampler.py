@@ -446,9 +446,11 @@ class ShareSampler(SharedBatches):
         batches: the global batches.
         rank: this rank.
         replica: the ranks that average gradients with this one, itself among them.
-        position: where training stands; asked whenever an epoch begins.
-        cut: for (sampler, step, index of the batch in the epoch, batch): its samples, or whole batches, in the order of
-            the ranks that take them, how many of them each takes, and the samples of each of its passes.
+        position: acts on reports that are on their way, and says where training stands; asked whenever an epoch begins
+            (collective).
+        cut: by the plan in force at the step. For (sampler, step, index of the batch in the epoch, batch): its samples,
+            or whole batches, in the order of the ranks that take them, how many of them each takes, and the samples of
+            each of its passes.
         costs: of the samples, or of whole batches; ``None``: nobody says what they cost.
     """
 

@@ -240,16 +240,16 @@ class BackgroundWriter(WrappingCheckpointIO):
         Raises:
             CheckpointError: on every rank, if one could not write.
         """
-        problem = self.owed()
-        everyone = gather((self.busy, None if problem is None else str(problem)), "whether checkpoints are written")
-        if self._world is dist.group.WORLD:  # nobody has been lost, so that is not the reason
-            problem = self._problem()
-        if problem is not None:
+        problems = self._problem(), self.owed()
+        texts = [None if problem is None else str(problem) or type(problem).__name__ for problem in problems]
+        everyone = gather((self.busy, *texts), "whether checkpoints are written")
+        lost = self._world is not dist.group.WORLD  # ranks, since the save began, which may be the reason
+        if (problem := problems[lost]) is not None:
             raise problem
-        for rank, (_, text) in enumerate(everyone):
-            if text is not None:
-                raise CheckpointError(f"rank {rank} could not save: {text}")
-        return any(busy for busy, _ in everyone)
+        for rank, (_, *told) in enumerate(everyone):
+            if told[lost] is not None:
+                raise CheckpointError(f"rank {rank} could not save: {told[lost]}")
+        return any(busy for busy, *_ in everyone)
 
     def _write(
         self,

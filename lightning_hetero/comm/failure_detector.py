@@ -1,4 +1,7 @@
-"""Failure detection: how long a member may be silent before it counts as lost, and which ones are."""
+"""Failure detection: how long a member may be silent before it counts as lost, and which ones are.
+
+Who judges whom is in :class:`~lightning_hetero.comm.membership_protocol.FailureDetector`.
+"""
 
 from collections import deque
 from collections.abc import Iterable

@@ -93,7 +93,7 @@ def decide(
     return QuorumDecision(kept, "" if kept else f"no {unit} remains")
 
 
-# -- the coordinator, which proposes views ----------------------------------------------------------
+# -- what members tell each other of themselves ----------------------------------------------------
 
 
 class MemberState(NamedTuple):

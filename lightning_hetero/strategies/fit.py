@@ -178,7 +178,7 @@ class Fit:
         drift = _drift_check(job)
         if former is not None and repartition is not None:
             nonfinite.continue_from(former.nonfinite)
-            step.continue_from(former.step)
+            step.continue_from(former.step, repartition)
             loaders.continue_from(former.loaders, repartition)  # last: it changes loaders, which go on
         return cls(job, sharing, lasting, accounting, engine, step, loaders, nonfinite, BucketSize(), drift)
 

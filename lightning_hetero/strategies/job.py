@@ -213,6 +213,11 @@ class JobStrategy(DDPStrategy):
             self.environment, not_none(self.parallel_devices, "the devices of this machine")
         )
         super().set_world_ranks()
+        if failures.watched() and (now := (dist.get_rank(), dist.get_world_size())) != (
+            self.global_rank,
+            self.world_size,
+        ):
+            self.renumber(*now)  # in an earlier fit of this process ranks were lost, or have joined
         self._choose_network()
 
     def _choose_network(self) -> None:
@@ -347,8 +352,8 @@ class JobStrategy(DDPStrategy):
         past.end(self.collaborators.sharing.ids, planner, repartition.start)
         self.build(job, repartition)
         self.engine.take_over(engine, [before.view.index_of(member.id) for member in job.view.replicas])
-        if self.accumulates_locally:  # each is weighted for a mean over the former ranks
-            scale_gradients(self.module, len(job.view.replica.ranks) / len(before.view.replica.ranks))
+        if self.accumulates_locally:  # else they are means over all ranks already
+            scale_gradients(self.module, self.step.accumulated_scale)
         if is_sharded(self.module):
             self.job.device_mesh(self.options.tensor_parallel, former=self.module.device_mesh)
             self.configure_ddp()

@@ -19,7 +19,10 @@ if TYPE_CHECKING:
 
 
 def position(trainer: "pl.Trainer", step: int) -> Position:
-    """The position of training after so many batches since the start of the fit."""
+    """The position of training after so many batches since the start of the fit.
+
+    It holds for any ranks: batches are global ones, whose size and order do not depend on who shares them.
+    """
     fit = trainer.fit_loop
     epochs: Any = fit.epoch_progress.current
     # After a checkpoint of an epoch's last batch the Trainer counts this epoch as done, but may keep its batch count.

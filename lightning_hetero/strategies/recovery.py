@@ -393,6 +393,9 @@ class PeerRecovery(RecoveryPolicy):
             alike = job.view.ranks_leave
             missed = MissedWork(missed_step, missed_exchange, manual_steps)
             by_id = dict(zip(job.view.ids, all_progress, strict=True))
+            if strategy.accumulates_locally:  # what the lost ranks have added up since the latest step is lost
+                start = max(gather(strategy.step.window_start, "where the window began"))
+                known = {id: min(done, start) for id, done in known.items()}
             return missed, count_lost_samples(lost, known, by_id, self._past, alike, drawn)
 
     def _tell(self, lost: dict[int, str], counted: LostSamples, seconds: float) -> None:

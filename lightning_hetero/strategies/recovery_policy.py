@@ -183,7 +183,7 @@ class MembershipChange:
         view: number of the view since then.
         lost: of each lost rank, by the number that it had at first, how it was lost.
         ranks: that remain.
-        replicas: that remain.
+        replicas: units that remain: replicas, under ``hetero_ddp`` ranks.
         seconds: for which this rank paused: from the beginning of the step, exchange or collective that broke to
             when it could begin it again.
         samples: drawn for the lost ranks, and not trained on.

@@ -22,6 +22,8 @@ from lightning_hetero.algorithms.engine import Engine
 from lightning_hetero.batching.accounting import BatchAccounting
 from lightning_hetero.batching.nonfinite import NonFiniteGuard
 from lightning_hetero.batching.passes import batches_of
+from lightning_hetero.batching.repartition import Repartition
+from lightning_hetero.batching.sampler import Drawn
 from lightning_hetero.batching.streams import EvaluatedStream
 from lightning_hetero.batching.weights import (
     gradient_weight,
@@ -88,7 +90,10 @@ class TrainingStep:
         self._observer = CollectiveObserver(accounting.timer, self._several)
         self._idle = IdleSteps(accounting, self._several)
         self._timer = accounting.timer
-        self._samples: dict[int, float] = {}  # of the replica, in each batch since optimizers have stepped
+        self._draws: dict[int, Drawn] = {}  # of each batch since optimizers have stepped
+        self.accumulated_scale = (
+            1.0  # of gradients accumulated in the view before, to be means over the ranks of this one
+        )
         self._stepped: dict[Optimizer, int] = {}  # the batch in which each has stepped last, by hand
         self._loss: Tensor | None = None  # of the running backward pass
         self._weight: float | None = None  # of the loss in the running backward pass; 0 if its samples are left out
@@ -110,7 +115,7 @@ class TrainingStep:
     def begin_fit(self, module: "pl.LightningModule") -> None:
         """Training of a module starts."""
         self.close()
-        self._samples, self._stepped = {}, {}
+        self._draws, self._stepped = {}, {}
         if self._options.max_batch_size is not None or self._options.whole_batches:
             lightning_compat.transfer_each_pass(module, self._overrides)
         weighed = self._options.balance != "off" and len(self._accounting.replica) > 1
@@ -151,7 +156,7 @@ class TrainingStep:
             What the training step has returned.
         """
         module, drawn = trainer.lightning_module, self._accounting.current()
-        self._samples[self._accounting.step] = drawn.total
+        self._draws[self._accounting.step] = drawn
         self._batches, self._run = batches_of(batch, len(drawn.pass_sizes)), run
         self._pass, self._mean = 0, None
         self._logging.begin(drawn.pass_sizes)
@@ -268,7 +273,7 @@ class TrainingStep:
         self._loss = None if self._none else mean * batches_per_window
         own, total = self._finite.count(loss, before, total, not self._none, drawn.in_passes)
         if self._none and not self._finite.asks:  # of a replica of one rank
-            own = self._samples[self._accounting.step] = 0.0
+            own, self._draws[self._accounting.step] = 0.0, drawn._replace(total=0.0, parts={})
         left_out = own < before and (total or self._none)
         if left_out:  # what hooks log from now on counts as little as its samples
             self._counted = 0.0
@@ -345,13 +350,13 @@ class TrainingStep:
             self._collectives.weighing(lambda: self._counted),
         ):
             output = step(gradients)
-        self._stepped[optimizer] = max(self._samples, default=-1)
+        self._stepped[optimizer] = max(self._draws, default=-1)
         return output
 
     def _padding_only(self, optimizer: Optimizer) -> bool:
         """Whether an optimizer would take in padding only: momentum and decay would move the replica all the same."""
         before, running = self._stepped.get(optimizer, -1), self._accounting.step
-        found = [samples for step, samples in self._samples.items() if step > before or step == running]
+        found = [drawn.total for step, drawn in self._draws.items() if step > before or step == running]
         return bool(found) and not any(found)
 
     def batch_ended(self, trainer: "pl.Trainer", window: bool = False) -> None:
@@ -380,15 +385,28 @@ class TrainingStep:
     def window_ended(self, manual: bool) -> None:
         """An optimizer has stepped (with manual optimization, however often); after :meth:`batch_ended`."""
         if manual:  # it may step later on, by what this batch has given: the latest one, and one with samples, tell
-            latest = [*self._samples][-1:] + [step for step, samples in self._samples.items() if samples][-1:]
-            self._samples = {step: self._samples[step] for step in sorted({*latest})}
+            latest = [*self._draws][-1:] + [step for step, drawn in self._draws.items() if drawn.total][-1:]
+            self._draws = {step: self._draws[step] for step in sorted({*latest})}
         else:
-            self._samples = {}
+            self._draws = {}
         self._engine.window_ended()
 
-    def continue_from(self, former: "TrainingStep") -> None:
+    @property
+    def window_start(self) -> int:
+        """The first batch since optimizers have stepped."""
+        return min(self._draws, default=self._accounting.step)
+
+    def continue_from(self, former: "TrainingStep", repartition: Repartition) -> None:
         """Go on in the midst of a window where another one has stopped, which was made from an earlier view."""
-        self._samples, self._stepped, self._counted = former._samples, former._stepped, former._counted
+        replica, running = self._accounting.replica, self._accounting.step
+        self._draws = {
+            step: drawn.for_survivors(repartition.former_ranks, replica) for step, drawn in former._draws.items()
+        }
+        pairs = [(drawn.total, former._draws[step].total) for step, drawn in self._draws.items() if step != running]
+        now, before = map(sum, zip(*pairs, strict=True)) if pairs else (0.0, 0.0)
+        # Each accumulated gradient is a part of W / N times a sum over N samples.
+        self.accumulated_scale = len(replica) / len(former._accounting.replica) * (before / now if now else 1.0)
+        self._stepped, self._counted = former._stepped, former._counted
         self._epoch, self._of_epoch = former._epoch, former._of_epoch
         self.passes, self._hooks, self._overrides = former.passes, former._hooks, former._overrides
         self._batches, self._run, self._pass, self._mean = former._batches, former._run, former._pass, former._mean

@@ -1,5 +1,6 @@
 """The elastic strategies against oracles in NumPy that share nothing with them but the data."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,7 +25,7 @@ class Worker:
 
     def __init__(self, index: int, speeds: list[float], kind: str, momentum: float, alone: bool) -> None:
         self.index, self.speeds, self.kind, self.momentum, self.alone = index, speeds, kind, momentum, alone
-        self.x, self.v = START.copy(), np.zeros_like(START)
+        self.x, self.v, self.buffer = START.copy(), np.zeros_like(START), np.zeros_like(START)
         self.samples = data()
 
     @property
@@ -32,7 +33,7 @@ class Worker:
         """Weights of the model: under EAMSGD the point from which the next gradient is taken."""
         return self.x + self.momentum * self.v if self.kind == "eamsgd" else self.x
 
-    def step(self, number: int) -> None:
+    def step(self, number: int, rate: float = LR) -> None:
         epoch, batch = divmod(number, -(-SAMPLES // BATCH))
         x, y = self.samples
         size = min(BATCH, SAMPLES - batch * BATCH)
@@ -44,8 +45,10 @@ class Worker:
             gradient = np.zeros_like(START)
         else:
             gradient = 2 / len(rows) * x[rows].T @ (x[rows] @ self.shown - y[rows])
-        self.v = self.momentum * self.v - LR * gradient
-        self.x = self.x + self.v
+        moved = self.momentum * self.v - rate * gradient
+        self.buffer = self.momentum * self.buffer + gradient  # as PyTorch has it: v follows the rate
+        self.v = -rate * self.buffer
+        self.x = self.x + (moved if self.kind == "eamsgd" else self.v)
 
 
 def in_numpy(
@@ -57,6 +60,7 @@ def in_numpy(
     turns: bool = False,
     world: int = 3,
     mutant: str = "",
+    schedule: Callable[[int], float] = lambda number: 1.0,
 ) -> Course:
     speeds = SHARES[world]
     workers = [Worker(i, speeds, kind, momentum, alone=turns) for i in range(world)]
@@ -68,7 +72,7 @@ def in_numpy(
         meets = (number + 1) % tau == 0 if mutant != "late" else number % tau == 0
         old = [worker.shown if mutant == "at y" else worker.x for worker in workers]
         for worker in workers:
-            worker.step(number)
+            worker.step(number, LR * schedule(number))
         if meets:
             taken = [worker.x for worker in workers] if mutant == "after" else old
             before = center
@@ -110,6 +114,17 @@ def test_eamsgd_as_the_paper_writes_it() -> None:
     model = {"momentum": 0.8, "nesterov": True}
     fits = [("eamsgd", {"tau": t, "moving_rate": 0.2, "beta": 0.7, "model": model}) for t in TAUS]
     check([in_numpy("eamsgd", 0.2, 0.7, t, 0.8) for t in TAUS], run(lines, 3, *fits, nodes=APART))
+
+
+def drops(number: int) -> float:
+    return 0.1 if number >= 5 else 1.0
+
+
+def test_eamsgd_undoes_the_look_ahead_of_the_step_before_a_change_of_the_rate() -> None:
+    model = {"momentum": 0.8, "nesterov": True, "schedule": drops}
+    fits = [("eamsgd", {"tau": t, "moving_rate": 0.2, "beta": 0.7, "model": model}) for t in TAUS]
+    truths = [in_numpy("eamsgd", 0.2, 0.7, t, 0.8, schedule=drops) for t in TAUS]
+    check(truths, run(lines, 3, *fits, nodes=APART))
 
 
 def test_round_robin() -> None:

@@ -134,6 +134,33 @@ def test_a_replica_that_is_not_finite_begins_again() -> None:
             assert result["traffic"]["skipped"] == ([1] if rank == 1 else []), form
 
 
+class Steady(Line):
+    """All have moved by 1 after two steps, and learn no more; then replica 1 is not finite."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self.trainer.global_step == 2:
+            self.w.data.add_(1.0)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        broken = self.global_rank == 1 and self.trainer.global_step == 5
+        return super().training_step(batch, batch_idx) * (float("nan") if broken else 0.0)
+
+
+def _steady() -> Any:
+    warnings.filterwarnings("ignore", ".*was left out of the average")
+    options = {"epochs": 2, "deadline": 2.0, "on_nan": "skip", "trainer": {"callbacks": [Pause()]}}
+    return [fit(kind, Steady(), **options, **form) for kind, form in FORMS]
+
+
+def test_what_a_replica_that_is_not_finite_begins_with_does_not_spread() -> None:
+    wanted = torch.tensor(START) + 1.0
+    healthy, other = run(_steady, 2, nodes=[1, 1])
+    for form, one, two in zip(FORMS, healthy, other, strict=True):
+        assert (one["path"][3:] - wanted).abs().max() < 1e-12, form
+        assert (one["final"] - wanted).abs().max() < 1e-12, form
+        assert (two["final"] - wanted).abs().max() < 1e-12, form
+
+
 # -- late and dead peers -------------------------------------------------------------------------------------
 
 

@@ -1,12 +1,15 @@
 """`hetero_node`: replicas that train separately, against loops by hand, and with all features of Lightning."""
 
 import time
+import warnings
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
-from oracles import oracle
+from center_tasks import Line
+from center_tasks import fit as center_fit
+from oracles import SAMPLES, data, oracle, order
 from ranks import run
 from tasks import FAST, Net, dataset, error, fit, parameters
 from torch import nn
@@ -81,6 +84,33 @@ class Unweighted(NodeAverageStrategy):
     def build(self, job: Any, repartition: Any = None) -> None:
         super().build(job, repartition)
         self.engine.samples_per_replica = lambda: [1] * job.view.count  # type: ignore[method-assign]
+
+
+class Explodes(Line):
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        broken = self.global_rank == 1 and self.trainer.global_step == 5
+        return super().training_step(batch, batch_idx) * (float("nan") if broken else 1.0)
+
+
+def _explodes() -> torch.Tensor:
+    warnings.filterwarnings("ignore", ".*was left out of the average")
+    options = {"every_n_steps": 1, "average_optimizer_state": True, "on_nan": "skip"}
+    return center_fit(NodeAverageStrategy, Explodes(momentum=0.9), epochs=1, **options)["path"]
+
+
+def test_moments_of_a_replica_that_is_not_finite_are_left_out() -> None:
+    model, (x, y) = Line(momentum=0.9), map(torch.tensor, data())
+    optimizer, rows, path = model.configure_optimizers(), order(0, SAMPLES), []
+    for step, first in enumerate(range(0, SAMPLES, 12)):
+        chosen = rows[first : first + 12]
+        if step == 5:
+            chosen = chosen[:8]  # those of replica 0
+        optimizer.zero_grad()
+        model.training_step((x[chosen], y[chosen]), step).backward()
+        optimizer.step()
+        path.append(parameters(model))
+    for found in run(_explodes, 2, nodes=[1, 1]):
+        assert (found - torch.stack(path)).abs().max() < 1e-12
 
 
 @pytest.mark.parametrize(("kind", "options"), [(NodeAverageStrategy, {"every_n_steps": 3}), (DASOStrategy, {})])

@@ -10,7 +10,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from ranks import attempt
+from ranks import attempt, run
 from tasks import FAST, GanLike, Killed, dataset, error, one_process, parameters
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
@@ -200,14 +200,15 @@ class Dying(Windows):
         return super().training_step(batch, batch_idx)
 
 
-def _fit_accumulating() -> tuple[torch.Tensor, list[list[int]]]:
+def _fit_accumulating() -> tuple[torch.Tensor, list[list[int]], Any]:
     module = Dying(manual=False, killed=False)
     strategy = HeteroDDPStrategy(on_peer_loss="continue", timeout=60)
     trainer = pl.Trainer(
         strategy=strategy, accumulate_grad_batches=4, limit_train_batches=8, **{**FAST, "max_epochs": 1}
     )
     trainer.fit(module, DataLoader(Numbered(), batch_size=BATCH, shuffle=True))
-    return torch.cat([p.detach().reshape(-1) for p in module.parameters()]), module.batches
+    weights = torch.cat([p.detach().reshape(-1) for p in module.parameters()])
+    return weights, module.batches, strategy.recovery.losses
 
 
 def test_a_rank_is_lost_where_others_wait_for_its_report_within_a_window() -> None:
@@ -217,13 +218,16 @@ def test_a_rank_is_lost_where_others_wait_for_its_report_within_a_window() -> No
     parts = [first.value[1], second.value[1]]
     data, module = Numbered(), Module()
     optimizer = module.configure_optimizers()
+    seen = list[int]()
     for window in (range(4), range(4, 8)):
         optimizer.zero_grad()
         for batch in window:
             chosen = [i for part in parts for i in part[batch]]
-            x, y, whole = data.x[chosen].double(), data.y[chosen].double(), 12 if batch < 3 else len(chosen)
-            (nn.functional.mse_loss(module.net(x), y) * len(chosen) / whole / 4).backward()
+            seen += chosen
+            (nn.functional.mse_loss(module.net(data.x[chosen].double()), data.y[chosen].double()) / 4).backward()
         optimizer.step()
+    # Of the first window, what the lost rank had added up is lost, too.
+    assert [loss.samples for loss in first.value[2]] == [SAMPLES - len(seen)]
     assert (first.value[0] - torch.cat([p.detach().reshape(-1) for p in module.parameters()])).abs().max() < 1e-10
 
 
@@ -246,11 +250,10 @@ def _fit_windows(manual: bool, two: bool) -> tuple[torch.Tensor, list[list[int]]
     )
 
 
-#: For each batch of the broken step: its number, the number of ranks whose samples count, and whether the loss
-#: is the mean over these, or over all that were drawn.
+#: For each batch of the broken step: its number, and the number of ranks whose samples count; the loss is their mean.
 TAKEN = {
-    "automatic": [(3, 2, False), (4, 2, False), (5, 2, True)],  # rank 2's part of batch 3 is lost
-    "by hand": [(3, 3, True), (4, 2, True), (5, 2, True)],
+    "automatic": [(3, 2), (4, 2), (5, 2)],  # rank 2's part of batch 3 is lost
+    "by hand": [(3, 3), (4, 2), (5, 2)],
 }
 
 
@@ -262,12 +265,12 @@ def test_gradients_of_earlier_batches_of_the_window_count_once(how: str) -> None
     parts = [first.value[1], second.value[1]]
     data, module, divided = Numbered(), Module(), 1 if how == "by hand" else 3
     optimizer = module.configure_optimizers()
-    for window in ([(0, 3, True), (1, 3, True), (2, 3, True)], TAKEN[how]):
+    for window in ([(0, 3), (1, 3), (2, 3)], TAKEN[how]):
         optimizer.zero_grad()
-        for batch, ranks, mean in window:
+        for batch, ranks in window:
             chosen = [i for part in parts for i in part[batch]] if ranks == 2 else _order_of_first_epoch()[batch]
             x, y = data.x[chosen].double(), data.y[chosen].double()
-            (nn.functional.mse_loss(module.net(x), y) * (1 if mean else len(chosen) / 12) / divided).backward()
+            (nn.functional.mse_loss(module.net(x), y) / divided).backward()
         optimizer.step()
     assert (first.value[0] - torch.cat([p.detach().reshape(-1) for p in module.parameters()])).abs().max() < 1e-10
 
@@ -422,3 +425,30 @@ def test_after_a_loss_batches_of_a_sampler_of_the_users_are_validated_once(lost:
     rest = [outcome for rank, outcome in enumerate(outcomes) if rank != lost]
     assert all(outcome.value for outcome in rest), "\n".join(outcome.trace for outcome in rest)
     assert sorted(i for outcome in rest for i in outcome.value) == list(range(SAMPLES))
+
+
+def _fit_anew(module: Module) -> torch.Tensor:
+    trainer = pl.Trainer(strategy=HeteroDDPStrategy(balance="off", timeout=30), **FAST)
+    trainer.fit(module, DataLoader(Numbered(), batch_size=BATCH, shuffle=True))
+    return torch.cat([p.detach().reshape(-1) for p in module.parameters()])
+
+
+def _another_trainer_after_a_loss(lost: int) -> tuple[torch.Tensor, int, int]:
+    _fit(lost, 5, 0, {})
+    module = Module()
+    weights = _fit_anew(module)
+    return weights, module.trainer.global_rank, module.trainer.world_size
+
+
+def _undisturbed() -> torch.Tensor:
+    return _fit_anew(Module())
+
+
+@pytest.mark.parametrize("lost", [0, 2])
+def test_another_trainer_of_the_process_goes_on_with_those_who_remain(lost: int) -> None:
+    outcomes = attempt(_another_trainer_after_a_loss, 3, lost)
+    rest = [outcome.value for number, outcome in enumerate(outcomes) if number != lost]
+    assert all(rest), "\n".join(outcome.trace for outcome in outcomes)
+    assert [value[1:] for value in rest] == [(0, 2), (1, 2)]
+    expected = run(_undisturbed, 2)
+    assert all(torch.equal(value[0], expected[0]) for value in rest)
