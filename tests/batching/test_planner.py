@@ -613,7 +613,9 @@ def test_those_that_remain_go_on_in_turn(turns):
     former.rotates, former.origin = turns, 5
     planner = plan_for_survivors(former, [0, 2], Planner(2, "off"))
     planner.expect(63)
-    rests = {tuple(planner.at(step).split([63], step)[0]) for step in range(20)}
+    rests = {
+        tuple(planner.at(step).split([63], step + planner.origin if planner.rotates else None)[0]) for step in range(20)
+    }
     assert rests == ({(32, 31), (31, 32)} if turns else {(32, 31)})
 
 
@@ -715,7 +717,7 @@ def test_turns() -> None:
     made = Planner(3, "off")
     made.expect(10)
     made.rotates, made.origin = True, -50  # the epoch has begun with step 50
-    taken = [made.at(step).split([10], step)[0] for step in range(100)]
+    taken = [made.at(step).split([10], step + made.origin)[0] for step in range(100)]
     past = ShareHistory()
     past.end([5, 6, 8], made, 100)
     for at, rank in enumerate([5, 6, 8]):
