@@ -376,7 +376,7 @@ class Engine:
 
     @property
     def all_met(self) -> bool:
-        """Whether all replicas have met after the latest batch."""
+        """Whether an exchange was due after the latest batch."""
         return self._due
 
     @property
@@ -483,7 +483,7 @@ class Engine:
         self._open = self._stepped = False
 
     def exchange(self) -> Outcome | None:
-        """Exchange between replicas; after :meth:`window_ended`. It can be called again if it breaks."""
+        """Let the algorithm act after a window: it exchanges if that is due. It can be called again if it breaks."""
         if self.averager is None or not self.averages:
             return None
         averager = self.averager

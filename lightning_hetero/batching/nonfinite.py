@@ -139,6 +139,8 @@ class NonFiniteGuard:
     ) -> tuple[float, float]:
         """Weights of this rank and of all ranks in a backward pass; under ``"skip"`` without those with a broken loss.
 
+        Collective over the replica under ``"skip"``.
+
         Args:
             loss: of this rank.
             own: weight of its samples.
