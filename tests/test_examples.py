@@ -176,6 +176,34 @@ def test_easgd_over_mpi(tmp_path: Path) -> None:
     assert (tmp_path / re.search(r"all measurements: (.*)", done.stdout).group(1)).exists()
 
 
+SAVED = """
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning_hetero import EASGDAsyncStrategy
+from lightning_hetero.callbacks import ResumableCheckpoint
+
+strategy, model = EASGDAsyncStrategy(tau=2, moving_rate="auto", center="mpi", balance="off"), BoringModel()
+saves = ResumableCheckpoint("saved", every_n_steps=1000)
+trainer = Trainer(strategy=strategy, accelerator="cpu", max_epochs=1, limit_train_batches=8, limit_val_batches=0,
+                  logger=False, callbacks=[saves], enable_progress_bar=False, enable_model_summary=False)
+trainer.fit(model)
+torch.save(model.state_dict(), f"final-{trainer.global_rank}.pt")
+"""
+
+
+@pytest.mark.skipif(no_mpi, reason="needs mpi4py and mpiexec: pip install mpi4py mpich")
+def test_a_fit_over_mpi_is_saved_at_its_end(tmp_path: Path) -> None:
+    (tmp_path / "saved.py").write_text(SAVED)
+    completed([str(MPIEXEC), "-n", "2", sys.executable, "saved.py"], cwd=tmp_path)
+    [file] = (tmp_path / "saved").glob("*-complete.ckpt")
+    saved = torch.load(file, weights_only=False)["state_dict"]
+    for rank in range(2):
+        final = torch.load(tmp_path / f"final-{rank}.pt")
+        assert saved.keys() == final.keys()
+        assert all(torch.equal(saved[name], final[name]) for name in saved)
+
+
 @pytest.mark.long
 def test_finetune(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     epochs, unfreeze, average, count, batch_size = 5, 1, 3, 300, 16

@@ -113,6 +113,7 @@ class FitInfo:
         fast_dev_run: whether this is the Trainer's trial of a few batches.
         step_seconds: gives the median seconds of this rank's latest optimizer steps, without exchanges between
             replicas, measured on its device; NaN before the first.
+        regrouped: whether ranks have left the job, or joined it, since it began.
 
     Example::
 
@@ -129,6 +130,7 @@ class FitInfo:
     length: Callable[[], tuple[float, float]] = lambda: (math.inf, math.inf)
     fast_dev_run: bool = False
     step_seconds: Callable[[], float] = lambda: math.nan
+    regrouped: bool = False
 
     def in_steps(self, seconds: float) -> float:
         """Optimizer steps that this rank takes in so many seconds; NaN before its first step."""

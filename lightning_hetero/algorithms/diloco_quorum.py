@@ -35,7 +35,7 @@ class QuorumAverager(OuterAsyncAverager):
         others: see :class:`~lightning_hetero.algorithms.diloco_async.OuterAsyncAverager`.
 
     Raises:
-        ConfigurationError: when training starts: a quorum of more replicas than there are.
+        ConfigurationError: when training starts: a quorum of more replicas than the job begins with.
     """
 
     @property
@@ -50,8 +50,8 @@ class QuorumAverager(OuterAsyncAverager):
 
     @override
     def prepare(self) -> Outcome | None:
-        begins = not hasattr(self, "_parts")  # else replicas may be lost, and all that remain are the quorum
-        if not_none(self.quorum, "the quorum") > self.links.count and begins:
+        # Once replicas have been lost, all that there are are the quorum.
+        if not_none(self.quorum, "the quorum") > self.links.count and not self.run.regrouped:
             raise ConfigurationError(
                 f"quorum={self.quorum}: there are {self.links.count} replicas. Use at most as many."
             )

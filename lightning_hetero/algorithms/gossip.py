@@ -1,15 +1,12 @@
 """Gossip: replicas average in pairs, without a center and without a collective."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from torch import Tensor
 from typing_extensions import override
 
 from lightning_hetero.algorithms.base import StepContext
 from lightning_hetero.algorithms.peers import GossipAverager, PairAverager, PushAverager
-from lightning_hetero.algorithms.state import Own
 from lightning_hetero.algorithms.topologies import DIRECTED, MATCHINGS, Rule, rule_of
 from lightning_hetero.argument_checks import at_least_one, one_of
 from lightning_hetero.comm.all_reduce import in_chunks
@@ -65,14 +62,13 @@ class MatchedAverager(RoundGossipAverager, PairAverager):
     def after_step(self, context: StepContext) -> None:
         if not self.overlap:
             self._offer(context, context.step)
-        if (met := self.client.meet(self._spare)) is not None:
-            self.replica.add(*met)
-            self.restarted = False
+        self.keep(self.client.meet(self._spare))
+        self.move()
 
     def _offer(self, context: StepContext, step: int) -> None:
         round_number, since = divmod(step, self.every_n_steps)
         whom, _ = self.partners(self.rule, round_number)
-        if whom and not since:
+        if whom and not since and not self.arrived:  # else a loss has broken this step after the exchange
             self.client.offer(self.pack(), self.weight(context), whom, round_number)
 
 
@@ -123,14 +119,7 @@ class FirstComeAverager(PairAverager):
 
     Args:
         every_n_steps: at least so many optimizer steps lie between two offers.
-
-    Attributes:
-        arrived: difference from a peer that an exchange has brought, and that is yet to be added; empty: none.
-        arrived_part: the part of it to add.
     """
-
-    arrived = Own[list[Tensor]](lambda averager: [])
-    arrived_part = Own[float](0.0)
 
     every_n_steps: int = 1
 
@@ -140,38 +129,8 @@ class FirstComeAverager(PairAverager):
 
     @override
     def after_step(self, context: StepContext) -> None:
-        self._collect()
-        self._move()
+        self.keep(self.client.poll(self._spare))
+        self.move()
         if not self.client.offered and context.step % self.every_n_steps == 0:
             others = [peer for peer in range(self.links.count) if peer != self.links.index]
             self.client.offer(self.pack(), self.weight(context), others)
-
-    def _collect(self, withdraw: bool = False) -> None:
-        """Keep what the offer has brought, if anything, until replicas move by it (collective over the replica)."""
-        if not self.arrived and (brought := self.client.poll(self._spare, withdraw)) is not None:
-            self.arrived, self.arrived_part = brought
-
-    def _move(self) -> None:
-        if self.arrived:
-            self.replica.add(self.arrived, self.arrived_part)
-            self.arrived, self.restarted = [], False
-
-    @override
-    def consensus(self, context: StepContext) -> list[Tensor]:
-        self.before_save()
-        self._packed = self.replica.pack(self._packed)
-        for value, difference in zip(self._packed, self.arrived, strict=False):
-            value.add_(difference.to(value.device, value.dtype), alpha=self.arrived_part)
-        return self.links.average(self._packed, self.counted(context).samples_per_replica, self.reference).mean
-
-    @override
-    def complete(self, context: StepContext) -> None:
-        self._collect(withdraw=True)
-        self._move()
-        self.links.gather(None)  # nobody has anything on offer any more
-
-    @override
-    def before_save(self, lost: Sequence[int] | None = None) -> None:
-        super().before_save(lost)
-        with self.client.paused():  # exchanges that one of a pair has counted the other has, too
-            self._collect(withdraw=self.links.in_columns is not None)  # some columns may have exchanged, others not

@@ -102,11 +102,12 @@ class NoLoCoAverager(PairAverager):
         for gradient, slow, x in in_chunks(self._gradient, self.slow, self.pack()):
             torch.sub(slow, x, out=gradient)
         whom, _ = self.partners(random_matching, round_number)
-        if whom:
+        if whom and not self.arrived:  # else a loss has broken this step after the exchange
             self.client.offer(self._message(), self.weight(context), whom, round_number, origins=0.0)
-        met = self.client.meet(self._spare)
-        self._step(met)
-        return Outcome(exchanged=met is not None)
+        self.keep(self.client.meet(self._spare))
+        exchanged = bool(self.arrived)
+        self._step()
+        return Outcome(exchanged=exchanged)
 
     def _message(self) -> list[Tensor]:
         """``u``, without what belongs to the values that all have begun with."""
@@ -116,13 +117,13 @@ class NoLoCoAverager(PairAverager):
             part.mul_(rates.pull).sub_(its, alpha=rates.lr)
         return self._spare
 
-    def _step(self, met: tuple[list[Tensor], float] | None) -> None:
+    def _step(self) -> None:
         """The outer step, with the difference from the partner's ``u`` if there is any."""
         for rates, velocity, its in self._by_kind(self.velocity, self._gradient):
             velocity.mul_(rates.momentum).sub_(its, alpha=rates.lr)
-        if met is not None:
-            for velocity, away in zip(self.velocity, met[0], strict=True):
-                velocity.add_(away, alpha=met[1])
+        for velocity, away in zip(self.velocity, self.arrived, strict=False):
+            velocity.add_(away, alpha=self.arrived_part)
+        self.arrived = []
         for slow, velocity in zip(self.slow, self.velocity, strict=True):
             slow.add_(velocity)
         self.replica.unpack(self.slow)

@@ -154,9 +154,15 @@ class PairAverager(GossipAverager[PairClient]):
 
     ``x'`` are the values when each offered them. As both move by the same difference the weighted sum is kept exactly,
     though they may have taken steps since.
+
+    Attributes:
+        arrived: difference from a peer that an exchange has brought, and that is yet to be added; empty: none.
+        arrived_part: the part of it to add.
     """
 
     connect = staticmethod(pair_client)
+    arrived = Own[list[Tensor]](lambda averager: [])
+    arrived_part = Own[float](0.0)
 
     def weight(self, context: StepContext) -> float:
         """``s_i`` of the values that were packed."""
@@ -166,6 +172,39 @@ class PairAverager(GossipAverager[PairClient]):
     def prepare(self) -> Outcome | None:
         self._spare = [memory_like(old) for old in self.reference]  # for differences from peers
         return super().prepare()
+
+    def keep(self, brought: tuple[list[Tensor], float] | None) -> None:
+        """Keep what an offer has brought, if anything, until this replica moves by it."""
+        if brought is not None:
+            self.arrived, self.arrived_part = brought
+
+    def move(self) -> None:
+        """Move by what has arrived, if anything."""
+        if self.arrived:
+            self.replica.add(self.arrived, self.arrived_part)
+            self.restarted &= not self.arrived_part  # a peer that has begun again itself does not count
+            self.arrived = []
+
+    @override
+    def consensus(self, context: StepContext) -> list[Tensor]:
+        self.before_save()
+        self._packed = self.replica.pack(self._packed)
+        for value, difference in zip(self._packed, self.arrived, strict=False):
+            value.add_(difference.to(value.device, value.dtype), alpha=self.arrived_part)
+        return self.links.average(self._packed, self.counted(context).samples_per_replica, self.reference).mean
+
+    @override
+    def complete(self, context: StepContext) -> None:
+        self.keep(self.client.poll(self._spare, withdraw=True))
+        self.move()
+        self.links.gather(None)  # nobody has anything on offer any more
+
+    @override
+    def before_save(self, lost: Sequence[int] | None = None) -> None:
+        super().before_save(lost)
+        with self.client.paused():  # exchanges that one of a pair has counted the other has, too
+            # At a loss offers end. And of several columns some may have exchanged, others not.
+            self.keep(self.client.poll(self._spare, lost is not None or self.links.in_columns is not None))
 
 
 @dataclass
@@ -184,9 +223,8 @@ class PushAverager(GossipAverager[PushClients]):
     def before_save(self, lost: Sequence[int] | None = None) -> None:
         super().before_save(lost)  # what was lost with a replica is lost, but not what has come from it
         self.mail = [(number, *push) for number, pushes in enumerate(self.client.waiting()) for push in pushes]
-        if lost is not None and self.client.cut is not None:  # columns will have other values
+        if lost is not None:
             self.take_mail()
-            self.mail = []
 
     @override
     def after_restore(self, loss: ReplicaLoss | None = None) -> None:
@@ -196,4 +234,6 @@ class PushAverager(GossipAverager[PushClients]):
         self.client.restore([(number, ReceivedPush(*push)) for number, *push in self.mail])
 
     def take_mail(self) -> None:
-        """Take in what can still be used of :attr:`mail`."""
+        """Take in :attr:`mail` after a loss, or let it wait: here it waits, and is dropped where columns change."""
+        if self.client.cut is not None:
+            self.mail = []

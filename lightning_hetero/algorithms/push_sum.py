@@ -78,7 +78,8 @@ class PushSumAverager(PushAverager):
 
     The weight travels with the values, and both are the sender's until the other has them. So the sums of ``x`` and
     ``w``, over all replicas and what has come to them, are kept on directed and irregular graphs, too, and whatever is
-    late or lost; what comes late counts then.
+    late or lost; what comes late counts then. After the loss of a replica the weights of the others are scaled to
+    the sum of their shares: else their steps would have another size from then on.
 
     A step moves the model by ``s / w`` times itself. In rounds that all keep up with, ``w`` tends to 1. But a replica
     that lags behind, after it was frozen, could give again and again and get nothing, and its steps would be blown up.
@@ -129,14 +130,16 @@ class PushSumAverager(PushAverager):
             return
         held = self.learned(self.x, self.pack(), context.samples_per_replica)
         targets, sources = self.partners(self.rule, round_number)
-        for column, client in zip(held, self.client, strict=True):
-            self._give(column, client, targets, round_number)
-        for column, client in zip(held, self.client, strict=True):
-            with client.receiving(round_number, sources) as pushes:
-                column.alone = bool(sources) and not pushes
-                column.take(pushes)
-        self.keep(held)
-        self.replica.unpack(self.unbiased(held))
+        try:
+            for column, client in zip(held, self.client, strict=True):
+                self._give(column, client, targets, round_number)
+            for column, client in zip(held, self.client, strict=True):
+                with client.receiving(round_number, sources) as pushes:
+                    column.alone = bool(sources) and not pushes
+                    column.take(pushes)
+        finally:  # a loss may break it, and it is called again: the values, their weight and the model belong together
+            self.keep(held)
+            self.replica.unpack(self.unbiased(held))
 
     def learned(
         self, x: Sequence[Tensor], z: Sequence[Tensor], samples_per_replica: Sequence[int]
@@ -161,8 +164,9 @@ class PushSumAverager(PushAverager):
     def _give(self, column: WeightedColumn, client: PushClient, to: Sequence[int], round_number: int) -> None:
         part = 0.0 if column.alone or column.weight < _LEAST else column.weight / (len(to) + 1)
         client.lay_out(column.x, part, len(to) + 1)
-        for _ in [peer for peer in to if client.send(peer, round_number, part)]:
-            column.add(client.outgoing, part, -1)
+        for peer in to:
+            if client.send(peer, round_number, part):
+                column.add(client.outgoing, part, -1)
 
     def held(self, x: Sequence[Tensor]) -> list[WeightedColumn]:
         """Values and weight of this replica in each column, if these are ``x``."""
@@ -240,9 +244,11 @@ class PushSumAverager(PushAverager):
         before = [z.clone() for z in self.unbiased(held, wide=True)]
         for number, *push in self.mail:
             held[number].take([ReceivedPush(*push)])
+            held[number].alone = False
         moved = [z - old for z, old in zip(self.unbiased(held, wide=True), before, strict=True)]
         self.replica.add(moved, 1.0)  # else the next round would take the mail back: it compares the model with z
         self._keep_evenly(held)
+        self.mail = []
 
     @override
     def after_restore(self, loss: ReplicaLoss | None = None) -> None:
@@ -250,6 +256,12 @@ class PushSumAverager(PushAverager):
         if loss is not None:
             columns = max(len(self.links.columns), 1)
             self.weights, self.alone = [self.weights[0]] * columns, [any(self.alone)] * columns
+            held, samples = self.held(self.x), loss.context.samples_per_replica
+            for column, weights in zip(held, self.links.gather_in_columns(self.weights), strict=True):
+                counted = sum(n for n, weight in zip(samples, weights, strict=True) if weight)
+                if counted and column.weight:
+                    column.set_weight(column.weight * counted * len(samples) / sum(samples) / sum(weights))
+            self.keep(held)
 
     @override
     def status(self, step: int) -> dict[str, float | str]:

@@ -444,18 +444,23 @@ class PairsInColumns:
         self._found, there = list(found), [swap for swap in found if swap is not None]
         return PairResult(there[0].peer, there[0].weight, self._inbox, sum(swap.sent for swap in there))
 
-    def scale(self, difference: Sequence[Tensor], weight: float) -> None:
+    def scale(self, difference: Sequence[Tensor], weight: float) -> float:
         """Multiply the difference from the peers by the part of the way to go, which depends on the peer.
 
         Args:
             difference: from what the latest result has brought.
             weight: of this replica.
+
+        Returns:
+            The part of the way that is left: 1, or 0 if no peer has any weight.
         """
         parts = [self._layout.parts(difference, number) for number in range(len(self._columns))]
-        for of_column, swap in zip(parts, self._found, strict=True):
+        ways = [0.0 if swap is None else part_of_the_way(swap.weight, weight) for swap in self._found]
+        for of_column, way in zip(parts, ways, strict=True):
             for part in of_column:
-                part.mul_(part_of_the_way(swap.weight, weight) if swap is not None else 0.0)
+                part.mul_(way)
         self._layout.put(parts, difference)
+        return float(any(ways))
 
     def take_misses(self) -> list[int]:
         """The peers of exchanges that have failed since the last call, each once for several columns."""

@@ -175,6 +175,8 @@ class PairClient(PeerClient[PairTransport]):
             The difference of the peer's values from those that were offered, and the part of the way to go.
         """
         offered, found = self.offered, self._result(self._deadline, out, withdraw=True)
+        if self.transport is not None:
+            self.transport.take_misses()  # one exchange counts once, here
         if offered and found is None:
             self.miss(self._whom[0])
         return found
@@ -210,8 +212,7 @@ class PairClient(PeerClient[PairTransport]):
             torch.sub(their.to(place.dtype), own.to(place.dtype), out=place)
         self.distance = math.sqrt(sum(float(vector.dot(vector)) for vector in out))
         if isinstance(self.transport, PairsInColumns):
-            self.transport.scale(out, self._weight)
-            return out, 1.0
+            return out, self.transport.scale(out, self._weight)
         return out, part_of_the_way(weight, self._weight)
 
     @contextmanager
@@ -253,7 +254,11 @@ class PushClient(PeerClient[PushTransport]):
             pushes = []
             if self.transport is not None:
                 pushes = self.transport.collect(round_number, sources, self._deadline)
-            taken = self._shared(pushes)
+            try:
+                taken = self._shared(pushes)
+            except BaseException:  # a loss has broken it, and it is called again
+                self.restore(pushes)
+                raise
         for peer in set(sources) - {push.peer for push in taken if push.round_number == round_number}:
             self.miss(peer)
         yield taken

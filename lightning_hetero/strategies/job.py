@@ -441,6 +441,7 @@ class JobStrategy(DDPStrategy):
             lambda: length_of(self.trainer),
             bool(getattr(self.trainer, "fast_dev_run", False)),
             lambda: self.accounting.batch_seconds() * self.trainer.accumulate_grad_batches,
+            self.job.view.number > 0,
         )
 
     # -- a sharded model ---------------------------------------------------------------------------

@@ -58,7 +58,9 @@ class ReplicaStrategy(HeteroStrategy):
             then average gradients at every step.
         on_nan: what to do when replicas meet and one holds values that are not finite: ``"error"`` raises on every
             rank before they spread; ``"skip"`` leaves the replica out and lets it go on with the mean of the others,
-            or the center where there is one, or under gossip the values with which all began.
+            or the center where there is one. Under gossip in pairs, and by push or pull, it goes on with the values
+            with which all began, and does not count until it has heard of another replica; under push-sum with its
+            values of the latest round; under NoLoCo with its slow weights.
         **kwargs: further options, those of :class:`~lightning_hetero.strategies.base.HeteroStrategy`.
 
     Raises:

@@ -122,6 +122,24 @@ def test_replicas_go_on(strategy: str, tmp_path: Path) -> None:
     )
 
 
+class BothLost(pl.Callback):
+    """Ranks 3 and 2 are killed, one after the other, before another one joins."""
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        at = {"3": JOINS_AT - 4, "2": JOINS_AT - 2}.get(os.environ["RANK"])
+        if trainer.global_step == at and not os.environ.get(LATE):
+            _end_or_freeze("killed")
+
+
+def test_a_quorum_of_all_goes_on_with_fewer_and_a_newcomer(tmp_path: Path) -> None:
+    options = {**OPTIONS, "replica": "rank", "tau": 2, "quorum": 4}
+    outcomes = grow(4, 1, fit, "DiLoCoAsyncStrategy", options, str(tmp_path / "job"), 1, [BothLost], epochs=6)
+    assert [outcome.exitcode for outcome in outcomes[2:4]] == [-signal.SIGKILL] * 2
+    records = values([*outcomes[:2], outcomes[4]])
+    assert [one.starts[-1][1:] for one in records] == [(0, 3), (1, 3), (2, 3)]
+    assert all(torch.equal(one.weights, records[0].weights) for one in records)
+
+
 class Averaging(pl.Callback):
     """Rank 1 is killed while the replicas compute the mean from which all, with the newcomers, are to begin."""
 

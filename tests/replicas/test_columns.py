@@ -158,6 +158,8 @@ def test_parts_of_vectors_come_back(sizes: Sequence[int]) -> None:
 class OneColumn:
     """Stands for a transport of a column: exchanges an offer with a peer that has zeros, or misses it."""
 
+    weight = 3.0  # of the peer
+
     def __init__(self, like: Sequence[torch.Tensor], comes: bool) -> None:
         self.outgoing, self.comes = [torch.empty_like(part) for part in like], comes
 
@@ -166,7 +168,7 @@ class OneColumn:
 
     def result(self, wait: float = 0.0) -> PairResult | None:
         theirs = [torch.zeros_like(part) for part in self.outgoing]
-        return PairResult(1, 3.0, theirs, 10) if self.comes else None
+        return PairResult(1, self.weight, theirs, 10) if self.comes else None
 
     withdraw = result
 
@@ -190,6 +192,11 @@ def test_a_part_that_is_not_exchanged_stays(comes: tuple[bool, bool]) -> None:
     [theirs], stays = found.vectors, own[first : len(job.held[2]["a"])]
     assert not theirs[:first].any()
     assert torch.equal(theirs[first : len(job.held[2]["a"])], torch.zeros_like(stays) if comes[1] else stays)
+    assert pairs.scale([torch.ones_like(own)], 2.0) == 1.0
+    for column in columns:
+        column.weight = 0.0  # the peer has begun again, and does not count
+    pairs.withdraw()
+    assert pairs.scale([torch.ones_like(own)], 2.0) == 0.0
 
 
 def taken_over(sizes: Sequence[int]) -> list[tuple[Any, Any]]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_hetero.comm.centers.base import Center, CenterLayout, PushPull, subtract_center
+from lightning_hetero.comm.centers.base import Center, CenterLayout, PushPull, copy_vectors, subtract_center
 from lightning_hetero.errors import HeteroError, UnsupportedError
 
 _PART = 1 << 24  # elements of one message
@@ -67,7 +67,10 @@ class MPICenter(Center):
         self._add(own, 0)
         self._get(self._table, 0)
         sent = 0 if self.layout.is_host else sum(v.nbytes for v in values)
-        return PushPull(square, [int(count) for count in self._table], sent)
+        return PushPull(square, self._counts(), sent)
+
+    def _counts(self) -> list[int]:
+        return [int(count) for count in self._table]
 
     def _fetch(self, out: Sequence[Tensor]) -> None:
         for start, part in zip(self._starts[1:], out, strict=True):
@@ -98,10 +101,12 @@ class MPICenter(Center):
 
     @override
     def read(self, out: Sequence[Tensor] | None = None) -> tuple[list[Tensor], list[int]]:
+        if self._window is None:  # it has left
+            return copy_vectors(self._center, out), self._counts()
         values = [torch.empty_like(value) for value in self._center] if out is None else list(out)
         self._fetch(values)
         self._get(self._table, 0)
-        return values, [int(count) for count in self._table]
+        return values, self._counts()
 
     @override
     def write(self, values: Sequence[Tensor], counts: Sequence[int]) -> None:
@@ -121,6 +126,8 @@ class MPICenter(Center):
         if self._window is not None:
             self._window.Flush_all()
             self._communicator.Barrier()
+            if self.layout.is_host:  # what is saved at the end is read from it
+                self.read(self._center)
             self._stop.set()
             self._memory = torch.zeros(0)  # nothing may look at the window's memory when it goes
             self._window.Unlock_all()
