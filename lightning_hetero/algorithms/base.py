@@ -400,6 +400,14 @@ class Averager(Stateful, ABC):
         """The values to evaluate and to save: here the mean of all replicas, weighted by samples (collective)."""
         return self.average(context).mean
 
+    @property
+    def consensus_is_mean(self) -> bool:
+        """Whether the consensus at the end of a step is the mean of the replicas' values, or a center.
+
+        The same on all ranks. Then that of a checkpoint is found in the background.
+        """
+        return type(self).consensus is Averager.consensus
+
     def join_values(self, context: StepContext) -> list[Tensor]:
         """The values from which all replicas go on together when others join (collective): here the consensus."""
         return self.consensus(context)

@@ -76,6 +76,11 @@ class CenteredAverager(Averager):
         """Whether the center is what to validate and to save, once a replica has met it; the same on all ranks."""
         return self.commits > 0
 
+    @property
+    @override
+    def consensus_is_mean(self) -> bool:
+        return type(self).consensus is CenteredAverager.consensus
+
     @override
     def consensus(self, context: StepContext) -> list[Tensor]:
         if not self.uses_center:

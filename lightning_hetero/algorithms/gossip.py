@@ -127,6 +127,11 @@ class FirstComeAverager(PairAverager):
         super().__post_init__()
         at_least_one("every_n_steps", self.every_n_steps)
 
+    @property
+    @override
+    def consensus_is_mean(self) -> bool:
+        return False  # an exchange may have been completed meanwhile
+
     @override
     def after_step(self, context: StepContext) -> None:
         self.keep(self.client.poll(self._spare))

@@ -109,6 +109,12 @@ class GossipAverager(Averager, Generic[T]):
         samples = [0 if again else n for again, n in zip(restarted, context.samples_per_replica, strict=True)]
         return context._replace(samples_per_replica=samples) if any(samples) else context
 
+    @property
+    @override
+    def consensus_is_mean(self) -> bool:
+        ours = GossipAverager.consensus, PairAverager.consensus  # nothing has arrived at the end of a step
+        return type(self).consensus in ours and not self.run.skip
+
     @override
     def consensus(self, context: StepContext) -> list[Tensor]:
         return super().consensus(self.counted(context))

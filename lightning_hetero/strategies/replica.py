@@ -17,7 +17,6 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from lightning_hetero.algorithms.base import Averager, BufferAverager, Outcome
-from lightning_hetero.algorithms.center import CenteredAverager
 from lightning_hetero.argument_checks import one_of, plain
 from lightning_hetero.checkpoint import shards
 from lightning_hetero.checkpoint.consensus import BackgroundConsensus
@@ -357,7 +356,7 @@ class ReplicaStrategy(HeteroStrategy):
     def background_consensus(self) -> BackgroundConsensus | None:
         """Finds the replicas' mean, or the center, on the thread that saves; ``None``: at the step (collective).
 
-        It must where it is neither the mean nor a center that all know, or where somebody looks at it before.
+        At the step it is found where it is neither the mean nor a center, or where a hook looks at it before.
         """
         module, callbacks = self.trainer.lightning_module, self.trainer.callbacks  # type: ignore[attr-defined]
         averager, engine = self.averager, self.engine
@@ -365,7 +364,7 @@ class ReplicaStrategy(HeteroStrategy):
             return None  # a rank that is lost would break connections within the thread; each rank has its own shards
         if averager is None or not engine.averages or engine.view.count == 1 or any(map(averages_weights, callbacks)):
             return None
-        if type(averager).consensus not in (Averager.consensus, CenteredAverager.consensus):
+        if not averager.consensus_is_mean:
             return None
         if not _is_ours(type(averager).before_save) or not _is_ours(type(self).save_checkpoint):
             return None
