@@ -310,6 +310,34 @@ def test_whole_batches_are_grouped_and_not_joined(parts, number, first):
     assert list(GroupedBatches([*parts, []], number, whole=True).draw(first)) == groups[first:]
 
 
+@pytest.mark.parametrize(
+    ("world", "size", "given", "now"),
+    [
+        (2, 3, None, None),  # keeps 12
+        (2, 6, None, None),  # is 12
+        (2, 8, None, "16 samples"),
+        (4, 3, 12, None),
+        (4, 3, 10, "10 samples"),
+    ],
+)
+@pytest.mark.parametrize("first", [None, 12])
+def test_another_size_than_that_of_the_checkpoint_is_seen(world, size, given, now, first):
+    before, checkpoint = GlobalBatchSizes(4, first), {}
+    before.trained(3)
+    before.add_to(checkpoint)
+    for resumed in (True, False):
+        sizes = GlobalBatchSizes(world, given)
+        sizes.load(checkpoint)
+        sizes.begin(resumed)
+        sizes.trained(size)
+        assert sizes.changed() == (("12 samples", now) if resumed and now else None)
+    plain = GlobalBatchSizes(world, given)  # from a checkpoint that says nothing
+    plain.load({"state_dict": {}})
+    plain.begin(resumed=True)
+    plain.trained(size)
+    assert plain.changed() is None
+
+
 def test_a_step_keeps_its_number_of_batches_on_other_ranks():
     first, checkpoint = GlobalBatchSizes(2, None), {}
     assert first.of_groups(None) == 2
