@@ -98,7 +98,7 @@ class Stream(LoaderProxy):
         super().__init__(loader)
         self._size_of, self._begin, self.peers, self._usual, self._retry = size_of, begin, peers, usual, retry
         self._replica_length = replica_length
-        self._passes = self.next_step = 0
+        self._passes = self.next_step = self._epoch = 0
         self._unknown = False  # whether the size of some batch was
         self.drawn: deque[Drawn] = deque()
         self._count = 0  # batches of this pass so far
@@ -125,9 +125,14 @@ class Stream(LoaderProxy):
         return super().__getattr__(name)
 
     def __iter__(self) -> Iterator[Any]:
-        self.drawn.clear()
-        self._states.clear()
-        epoch, _, self.next_step, _ = self._begin()
+        epoch, _, step, _ = self._begin()
+        if self._over and self.drawn and epoch == self._epoch:
+            self._resumed = None  # a shorter loader begins again, while its last batch is yet to be trained on
+        else:
+            self.drawn.clear()
+            self._states.clear()
+            self.next_step = step
+        self._epoch = epoch
         self._passes += 1
         self._retry(lambda: self.peers.begin(self._passes))
         end = object()
