@@ -246,6 +246,7 @@ class Loaders:
         self.evaluated: WeakSet[EvaluationSampler] = WeakSet()
         self._trainer: pl.Trainer | None = None  # of the running fit, validation, test or prediction
         self._evaluates_by: Plan | None = None  # in the running fit, once it has validated
+        self._warned = False  # that limits are too small for evaluations
 
     def begin(self, trainer: "pl.Trainer") -> None:
         """A fit, validation, test or prediction is about to begin."""
@@ -280,7 +281,7 @@ class Loaders:
         if list(kept) == list(range(former.planner.world)):  # nobody has left
             self._evaluates_by = former._evaluates_by
         for evaluated in self.evaluated:
-            evaluated.repartition(self.rank, planner.world, self.evaluation_plan, lambda: planner.limits_measured)
+            evaluated.repartition(self.rank, planner.world, self.evaluation_plan, self._grow)
         for source in self.sources():
             if isinstance(source, Stream):
                 continue
@@ -386,10 +387,22 @@ class Loaders:
         check_equal(f"the {name} dataloader", described(loader, "map", batches))
         check_enough(samples_in_order(batches), self.planner.world, name)
         world, planner = self.planner.world, self.planner
-        sampler = EvaluationSampler(batches, self.rank, world, self.evaluation_plan, lambda: planner.limits_measured)
+        sampler = EvaluationSampler(batches, self.rank, world, self.evaluation_plan, lambda *_: planner.limits_measured)
         self.evaluated.add(sampler)
         indexed = name == "predict"
         return with_batch_sampler(loader, IndexBatchSamplerWrapper(sampler) if indexed else sampler)
+
+    def _grow(self, samples: int, limits: Sequence[int]) -> bool:
+        """Let the ranks that are left take more in an evaluation: the Trainer has counted its batches before."""
+        if not (self.planner.limits_measured or self._warned):
+            self._warned = True
+            rank_zero_warn(
+                f"Since a rank was lost, the others take at most {list(limits)} samples ({sum(limits)} together) by "
+                f"max_batch_size, and an evaluation's batch has {samples}. The Trainer has counted its batches, so "
+                "that they stay as they are, and in evaluations of this fit ranks take more, in proportion. If memory "
+                "runs out, use a smaller batch_size for evaluation."
+            )
+        return True
 
     # -- what was drawn ----------------------------------------------------------------------------
 

@@ -4,6 +4,7 @@ import random
 from functools import partial
 from itertools import chain
 from operator import eq
+from types import SimpleNamespace
 
 import lightning.pytorch as pl
 import numpy as np
@@ -16,6 +17,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from lightning_hetero.batching.global_batch import GlobalBatchSizes
 from lightning_hetero.batching.planner import Planner
+from lightning_hetero.batching.repartition import Repartition
 from lightning_hetero.batching.sampler import (
     AgreedOrder,
     EvaluatedGroups,
@@ -297,6 +299,37 @@ def test_the_batches_of_evaluation_are_no_steps_of_training(monkeypatch):
     checkpoint: dict = {}
     loaders.sizes.add_to(checkpoint)
     assert section(checkpoint, "global_batches") == [[4, 8]]
+
+
+@pytest.fixture
+def alone(monkeypatch):
+    """Loaders of rank 0, of several that are made alike: the checks that all agree are skipped."""
+    monkeypatch.setattr(loaders_module, "raise_on_all", lambda *_: None)
+    monkeypatch.setattr(loaders_module, "check_equal", lambda *_: None)
+    monkeypatch.setattr(loaders_module, "gather", lambda value, _: [value] * 2)
+
+    def make(world=2, **options):
+        given, same = Options(**options), lambda x: x
+        peers = SimpleNamespace(length=None)
+        return Loaders(0, range(world), given.planner(world), given, lambda: Position(0, 0, 0), same, lambda _: peers)
+
+    return make
+
+
+def test_after_a_loss_limits_of_evaluation_grow_and_it_is_said(alone):
+    """The Trainer has counted the batches, of up to 12 samples: two ranks take them, although they take 8 by limit."""
+    former, data = alone(3, max_batch_size=4, balance="off"), range(40)
+    loader = former.evaluation(DataLoader(data, batch_size=8), "validation")
+    assert [len(batch) for batch in loader.batch_sampler] == [4, 4, 4, 2]
+    batches = list(loader.batch_sampler.batches.draw(0))
+    later = alone(2, max_batch_size=4, balance="off")
+    later.continue_from(former, Repartition((0, 2), 5, 1))
+    with pytest.warns(UserWarning, match=r"take at most \[4, 4\] samples \(8 together\).* has 12") as caught:
+        parts = [list(loader.batch_sampler) for _ in range(2)]
+    assert len(caught) == 1
+    assert parts == [[batch[::2] for batch in batches]] * 2
+    anew = later.evaluation(DataLoader(data, batch_size=8), "test")  # whose batches the Trainer has not counted
+    assert {len(batch) for batch in anew.batch_sampler} == {4}
 
 
 # -- batches that stay whole -----------------------------------------------------------------------------
