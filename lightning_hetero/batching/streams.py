@@ -351,13 +351,14 @@ class VaryingBatchSizes:
     Args:
         share: samples for this rank at a given step.
         step: first step of the pass; asked when an epoch begins.
+        total: samples of all ranks together.
 
     Attributes:
         share: another one, once ranks were lost.
     """
 
-    def __init__(self, share: Callable[[int], int], step: Callable[[], int]) -> None:
-        self.share, self._step = share, step
+    def __init__(self, share: Callable[[int], int], step: Callable[[], int], total: int) -> None:
+        self.share, self._step, self.total = share, step, total
         self.next_step = 0
 
     def __iter__(self) -> Iterator[list[None]]:

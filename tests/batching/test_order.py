@@ -2,7 +2,7 @@
 
 import random
 from functools import partial
-from itertools import chain
+from itertools import chain, repeat
 from operator import eq
 from types import SimpleNamespace
 
@@ -12,7 +12,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler, WeightedRandomSampler
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, WeightedRandomSampler
 from torch.utils.data.distributed import DistributedSampler
 
 from lightning_hetero.batching.global_batch import GlobalBatchSizes
@@ -28,7 +29,7 @@ from lightning_hetero.batching.sampler import (
     seeded,
 )
 from lightning_hetero.checkpoint_sections import section
-from lightning_hetero.errors import DataError
+from lightning_hetero.errors import DataError, UnsupportedError
 from lightning_hetero.strategies import loaders as loaders_module
 from lightning_hetero.strategies.loaders import Loaders
 from lightning_hetero.strategies.options import Options
@@ -330,6 +331,29 @@ def test_after_a_loss_limits_of_evaluation_grow_and_it_is_said(alone):
     assert parts == [[batch[::2] for batch in batches]] * 2
     anew = later.evaluation(DataLoader(data, batch_size=8), "test")  # whose batches the Trainer has not counted
     assert {len(batch) for batch in anew.batch_sampler} == {4}
+
+
+class Endless(IterableDataset):
+    def __iter__(self):
+        return repeat(1)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "given", "share"),
+    [((8, 8), {}, 12), ((8, 4), {"global_batch_size": 8}, 6), ((8, 4), {}, None), ((8, None), {}, None)],
+)
+def test_several_streams_that_are_sized_here_have_one_size_or_are_refused(alone, sizes, given, share):
+    # Each rank has one share of one global batch, that of the last loader.
+    loaders, module = alone(balance=[3.0, 1.0], **given), pl.LightningModule()
+    data = [DataLoader(Endless(), size) if size else DataLoader(range(64), 8) for size in sizes]
+    combined = CombinedLoader([loaders.training(loader, False, module) for loader in data], "min_size")
+    loaders.combined = lambda: combined
+    if share:
+        assert loaders._begin_epoch() == Position(0, 0, 0)
+        assert [len(next(iter(loader.batch_sampler))) for loader in combined.flattened] == [share] * 2
+    else:
+        with pytest.raises(UnsupportedError, match=r"one share for all loaders.*the same batch_size"):
+            loaders._begin_epoch()
 
 
 # -- batches that stay whole -----------------------------------------------------------------------------

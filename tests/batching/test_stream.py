@@ -174,7 +174,7 @@ class Endless(IterableDataset):
 
 def test_an_iterable_dataset_gives_batches_of_the_sizes_of_the_plan():
     begins = iter([5, 11])
-    sizes = VaryingBatchSizes(lambda step: step - 3 if step != 7 else 0, lambda: next(begins))
+    sizes = VaryingBatchSizes(lambda step: step - 3 if step != 7 else 0, lambda: next(begins), 8)
     loader = DataLoader(Endless(21), batch_size=4)
     object.__setattr__(loader, "batch_sampler", sizes)
     first = [batch.tolist() for batch in loader]
