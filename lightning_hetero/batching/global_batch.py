@@ -8,6 +8,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from lightning_hetero.checkpoint_sections import KEY, add_section, section
 
 _GROUPS = 0
+_UNITS = "samples", "batches of the batch sampler"
 
 
 class GlobalBatchSizes:
@@ -25,7 +26,7 @@ class GlobalBatchSizes:
     def __init__(self, world: int, given: int | None) -> None:
         self._world, self._given = world, given
         self._loaded: dict[int, int] = {}  # of the checkpoint, by a loader's `batch_size`; 0: batch samplers in a group
-        self._kept: dict[int, int] = {}  # what of it this fit goes on with
+        self._kept: dict[int, int] = {}  # those with which this fit goes on, unless the user says others
         self._taken: dict[int, int] = {}  # in this fit
 
     def load(self, checkpoint: Mapping[str, Any]) -> None:
@@ -52,7 +53,7 @@ class GlobalBatchSizes:
 
     def trained(self, size: int) -> int:
         """The global batch in training of a loader with this ``batch_size``."""
-        return self._take(size, size * self._world, "samples") if self._given is None else self._given
+        return self._take(size, size * self._world, self._given)
 
     def of_groups(self, given: int | None) -> int:
         """Number of batches of the user's batch sampler that make a global one.
@@ -60,15 +61,24 @@ class GlobalBatchSizes:
         Args:
             given: by the user, if so.
         """
-        return self._take(_GROUPS, self._world, "batches of the batch sampler") if given is None else given
+        return self._take(_GROUPS, self._world, given)
 
-    def _take(self, key: int, usual: int, what: str) -> int:
-        size = self._kept.get(key, usual)
-        if size != usual and self._taken.get(key) != size:
+    def changed(self) -> tuple[str, str] | None:
+        """The sizes of the checkpoint and those of this fit, in words, if a loader has one that the former lack."""
+        known, now = ({(key == _GROUPS, size) for key, size in each.items()} for each in (self._kept, self._taken))
+        return (_in_words(self._kept), _in_words(self._taken)) if known and now - known else None
+
+    def _take(self, key: int, usual: int, given: int | None) -> int:
+        size = self._kept.get(key, usual) if given is None else given
+        if given is None and size != usual and self._taken.get(key) != size:
             rank_zero_info(
-                f"A step of all ranks takes {size} {what}, as where the checkpoint was saved; with {self._world} ranks "
-                f"it would be {usual}. To choose it yourself, give the strategy "
+                f"A step of all ranks takes {_in_words({key: size})}, as where the checkpoint was saved; with "
+                f"{self._world} ranks it would be {usual}. To choose it yourself, give the strategy "
                 f"{'whole_batches=..., which keeps them whole' if key == _GROUPS else 'global_batch_size'}."
             )
         self._taken[key] = size
         return size
+
+
+def _in_words(sizes: Mapping[int, int]) -> str:
+    return ", ".join(f"{size} {_UNITS[key == _GROUPS]}" for key, size in sizes.items())

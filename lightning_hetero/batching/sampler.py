@@ -508,8 +508,7 @@ class EvaluationSampler:
         rank: this rank.
         world: number of ranks.
         plan: the agreed plan of the moment.
-        grows: whether its upper limits are those of training steps, which grow with a batch that is larger than all of
-            them together.
+        grows: for the samples of a batch, and the ranks' limits, which are less together: whether the limits grow.
     """
 
     def __init__(
@@ -518,12 +517,14 @@ class EvaluationSampler:
         rank: int,
         world: int,
         plan: Callable[[], Plan],
-        grows: Callable[[], bool] = lambda: False,
+        grows: Callable[[int, Sequence[int]], bool] = lambda samples, limits: False,
     ) -> None:
         self.batches, self.sampler = batches, batches.sampler
         self.repartition(rank, world, plan, grows)
 
-    def repartition(self, rank: int, world: int, plan: Callable[[], Plan], grows: Callable[[], bool]) -> None:
+    def repartition(
+        self, rank: int, world: int, plan: Callable[[], Plan], grows: Callable[[int, Sequence[int]], bool]
+    ) -> None:
         """Other ranks share the batches from the next pass on; arguments like the constructor's."""
         self.rank, self._world, self._plan, self._grows = rank, world, plan, grows
 
@@ -536,27 +537,37 @@ class EvaluationSampler:
         rank, world, plan = self.rank, self._world, self._plan()  # those of now, for the whole pass
         begin, in_turn = 0, False
         for batch in self.batches.draw(0):
+            high = self._limits(plan, len(batch))
             if not begin and isinstance(self.batches, FixedBatches):
-                in_turn = len(set(self._shares(world, plan, -(-len(batch) // world) * world))) == 1
+                rounded = -(-len(batch) // world) * world
+                in_turn = rounded <= sum(high) and len({*self._shares(world, plan, rounded, high)}) == 1
             if self.batches.whole:  # one each, or more as one, if ranks were lost since the loader was set up
                 own = [i for part in in_passes(batch, world)[rank] for i in part]
             elif in_turn:
                 own = batch[(rank - begin) % world :: world]
             else:
-                own = batch_slice(batch, self._shares(world, plan, len(batch)), rank)
+                own = batch_slice(batch, self._shares(world, plan, len(batch), high), rank)
             begin += len(batch)
             if own:
                 yield own
 
-    def _shares(self, world: int, plan: Plan, samples: int) -> Sequence[int]:
-        """Number of samples of a batch for each rank."""
+    def _limits(self, plan: Plan, samples: int) -> tuple[int, ...]:
+        """Most samples of each rank, of a batch of so many."""
+        high = tuple(max(most, 1) for most in plan.high)
+        if (room := sum(high)) < samples and self._grows(samples, high):
+            return tuple(-(-most * samples // room) for most in high)
+        return high
+
+    @staticmethod
+    def _shares(world: int, plan: Plan, samples: int, high: tuple[int, ...]) -> Sequence[int]:
+        """Number of samples of a batch for each rank, of which each takes so many at most."""
         if samples <= world:
             return [int(rank < samples) for rank in range(world)]
-        high = tuple(max(high, 1) for high in plan.high)
-        if self._grows() and (room := sum(high)) < samples:
-            high = tuple(-(-most * samples // room) for most in high)
         check_limits(samples, plan.costs, (1,) * world, high)  # there are no passes here
-        return replace(plan, low=(1,) * world, high=high, idle=()).split([samples])[0]
+        plan = replace(plan, low=(1,) * world, high=high, idle=())
+        shares = plan.split([samples])[0]
+        # After a loss the others may not be trusted with a whole batch, and then the least shares do not hold.
+        return shares if all(shares) else replace(plan, reach=()).split([samples])[0]
 
 
 def batch_slice(batch: list[Any], shares: Sequence[int], rank: int) -> list[Any]:

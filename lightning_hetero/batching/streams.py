@@ -98,7 +98,7 @@ class Stream(LoaderProxy):
         super().__init__(loader)
         self._size_of, self._begin, self.peers, self._usual, self._retry = size_of, begin, peers, usual, retry
         self._replica_length = replica_length
-        self._passes = self.next_step = 0
+        self._passes = self.next_step = self._epoch = 0
         self._unknown = False  # whether the size of some batch was
         self.drawn: deque[Drawn] = deque()
         self._count = 0  # batches of this pass so far
@@ -125,9 +125,14 @@ class Stream(LoaderProxy):
         return super().__getattr__(name)
 
     def __iter__(self) -> Iterator[Any]:
-        self.drawn.clear()
-        self._states.clear()
-        epoch, _, self.next_step, _ = self._begin()
+        epoch, _, step, _ = self._begin()
+        if self._over and self.drawn and epoch == self._epoch:
+            self._resumed = None  # a shorter loader begins again, while its last batch is yet to be trained on
+        else:
+            self.drawn.clear()
+            self._states.clear()
+            self.next_step = step
+        self._epoch = epoch
         self._passes += 1
         self._retry(lambda: self.peers.begin(self._passes))
         end = object()
@@ -346,13 +351,14 @@ class VaryingBatchSizes:
     Args:
         share: samples for this rank at a given step.
         step: first step of the pass; asked when an epoch begins.
+        total: samples of all ranks together.
 
     Attributes:
         share: another one, once ranks were lost.
     """
 
-    def __init__(self, share: Callable[[int], int], step: Callable[[], int]) -> None:
-        self.share, self._step = share, step
+    def __init__(self, share: Callable[[int], int], step: Callable[[], int], total: int) -> None:
+        self.share, self._step, self.total = share, step, total
         self.next_step = 0
 
     def __iter__(self) -> Iterator[list[None]]:

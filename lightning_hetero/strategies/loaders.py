@@ -80,7 +80,7 @@ if TYPE_CHECKING:
 Kind = Literal["map", "shared stream", "resizable stream", "stream"]
 
 
-def kind_of(loader: object, sharded_by_user: bool, options: Options) -> Kind:
+def kind_of(loader: Any, sharded_by_user: bool, options: Options) -> Kind:
     """The kind of a training loader.
 
     Args:
@@ -91,39 +91,44 @@ def kind_of(loader: object, sharded_by_user: bool, options: Options) -> Kind:
     Raises:
         UnsupportedError: it cannot be what the options ask for.
     """
-    if not isinstance(loader, DataLoader):
-        return "stream"
-    if getattr(loader, "in_order", True) is False and loader.num_workers > 1:
+    is_dataloader = isinstance(loader, DataLoader)  # else it yields batches of its own
+    if is_dataloader and getattr(loader, "in_order", True) is False and loader.num_workers > 1:
         raise UnsupportedError(
             "DataLoader(in_order=False) delivers batches in any order, so the weights of the batches are unknown. "
             "Use in_order=True."
         )
-    if isinstance(loader.dataset, SharedStream):
+    if is_dataloader and isinstance(loader.dataset, SharedStream):
         if loader.batch_size is None:
             raise UnsupportedError(
                 "a DataLoader of a SharedStream needs a batch_size: the strategy makes the batches. Give one."
             )
         return "shared stream"
-    if has_iterable_dataset(loader) or sharded_by_user:
-        resizable = has_iterable_dataset(loader) and sized_len(loader) is None and loader.batch_size is not None
-        if resizable and (options.balance_iterable or options.sizes):
-            return "resizable stream"
-        if options.sizes:
+    if is_dataloader and not has_iterable_dataset(loader) and not sharded_by_user:
+        if problem := no_batches(loader, "training"):
+            raise problem
+        return "map"
+    resizable = is_dataloader and has_iterable_dataset(loader) and sized_len(loader) is None and loader.batch_size
+    if resizable and (options.balance_iterable or options.sizes):
+        if isinstance(options.balance, list) and 0 in options.balance:
             raise UnsupportedError(
-                "fixed shares, global_batch_size and limits per rank need batches that can be sized here: those of "
-                "a map-style dataset, or of an iterable one without a length. Yours are sized by your own "
-                "DataLoader: remove these options, or set its batch_size on each rank."
+                f"balance={options.balance} gives rank {options.balance.index(0)} nothing of a training dataset of "
+                "which each rank reads a part of its own, and nobody else would read that part. Give it a share above "
+                "0, or wrap the dataset in lightning_hetero.SharedStream."
             )
-        if options.balance_iterable:
-            raise UnsupportedError(
-                "balance_iterable=True needs an iterable dataset without a length, and a DataLoader with a "
-                "batch_size: here the sizes of batches, or their number, are settled. Remove the option, or the "
-                "dataset's `__len__`."
-            )
-        return "stream"
-    if problem := no_batches(loader, "training"):
-        raise problem
-    return "map"
+        return "resizable stream"
+    if options.sizes:
+        raise UnsupportedError(
+            "fixed shares, global_batch_size and limits per rank need batches that can be sized here: those of a "
+            "DataLoader of a map-style dataset, or of an iterable one without a length. Yours are sized by your own "
+            f"{type(loader).__name__}: remove these options, or let it make batches of the right size on each rank."
+        )
+    if options.balance_iterable:
+        raise UnsupportedError(
+            "balance_iterable=True needs a DataLoader with a batch_size, of an iterable dataset without a length "
+            f"(`__len__`): with your {type(loader).__name__} the sizes of batches, or their number, are settled. "
+            "Remove the option, or use such a DataLoader."
+        )
+    return "stream"
 
 
 def no_batches(loader: DataLoader, name: str) -> HeteroError | None:
@@ -246,6 +251,7 @@ class Loaders:
         self.evaluated: WeakSet[EvaluationSampler] = WeakSet()
         self._trainer: pl.Trainer | None = None  # of the running fit, validation, test or prediction
         self._evaluates_by: Plan | None = None  # in the running fit, once it has validated
+        self._warned = False  # that limits are too small for evaluations
 
     def begin(self, trainer: "pl.Trainer") -> None:
         """A fit, validation, test or prediction is about to begin."""
@@ -280,7 +286,7 @@ class Loaders:
         if list(kept) == list(range(former.planner.world)):  # nobody has left
             self._evaluates_by = former._evaluates_by
         for evaluated in self.evaluated:
-            evaluated.repartition(self.rank, planner.world, self.evaluation_plan, lambda: planner.limits_measured)
+            evaluated.repartition(self.rank, planner.world, self.evaluation_plan, self._grow)
         for source in self.sources():
             if isinstance(source, Stream):
                 continue
@@ -386,10 +392,22 @@ class Loaders:
         check_equal(f"the {name} dataloader", described(loader, "map", batches))
         check_enough(samples_in_order(batches), self.planner.world, name)
         world, planner = self.planner.world, self.planner
-        sampler = EvaluationSampler(batches, self.rank, world, self.evaluation_plan, lambda: planner.limits_measured)
+        sampler = EvaluationSampler(batches, self.rank, world, self.evaluation_plan, lambda *_: planner.limits_measured)
         self.evaluated.add(sampler)
         indexed = name == "predict"
         return with_batch_sampler(loader, IndexBatchSamplerWrapper(sampler) if indexed else sampler)
+
+    def _grow(self, samples: int, limits: Sequence[int]) -> bool:
+        """Let the ranks that are left take more in an evaluation: the Trainer has counted its batches before."""
+        if not (self.planner.limits_measured or self._warned):
+            self._warned = True
+            rank_zero_warn(
+                f"Since a rank was lost, the others take at most {list(limits)} samples ({sum(limits)} together) by "
+                f"max_batch_size, and an evaluation's batch has {samples}. The Trainer has counted its batches, so "
+                "that they stay as they are, and in evaluations of this fit ranks take more, in proportion. If memory "
+                "runs out, use a smaller batch_size for evaluation."
+            )
+        return True
 
     # -- what was drawn ----------------------------------------------------------------------------
 
@@ -518,10 +536,12 @@ class Loaders:
                     "Every rank takes batch_size samples of its own part of the iterable dataset per step, fast or "
                     "slow. balance_iterable=True splits by speed here, too: see the strategy's documentation."
                 )
+        begin = self._begin
         if kind == "resizable stream":
-            self.planner.expect(self.sizes.trained(_batch_size(loader)))
+            total, begin = self.sizes.trained(_batch_size(loader)), self._begin_epoch
+            self.planner.expect(total)
             loader = copy.copy(loader)  # the user's own stays as it is
-            share = VaryingBatchSizes(self._own_share, lambda: self._begin().step)
+            share = VaryingBatchSizes(self._own_share, lambda: stream.next_step, total)
             object.__setattr__(loader, "batch_sampler", share)
         add_worker_init_fn(loader, self.rank)
         lengths = gather(None if kind == "resizable stream" else sized_len(loader), "the lengths of dataloaders")
@@ -533,7 +553,8 @@ class Loaders:
                 return 1.0  # the user's own weights count
             return samples_in(batch)
 
-        return Stream(loader, size_of, self._begin, peers, usual, self._retry, max(own) if sized else math.inf)
+        stream = Stream(loader, size_of, begin, peers, usual, self._retry, max(own) if sized else math.inf)
+        return stream
 
     def _evaluated_stream(self, loader: Any, name: str, trainer: "pl.Trainer") -> object:
         if trainer.state.fn == TrainerFn.FITTING and sized_len(loader) is None and trainer.limit_val_batches == 1.0:
@@ -588,6 +609,17 @@ class Loaders:
                     "a SharedStream cannot be one of several training loaders: all parts of a batch must have equal "
                     "proportions on every rank. Combine the streams into one before the DataLoader."
                 )
+            streams = [getattr(source, "batch_sampler", None) for source in sources]
+            totals = [sizes.total for sizes in streams if isinstance(sizes, VaryingBatchSizes)]
+            if totals:
+                if len(totals) < len(sources) or len({*totals}) > 1:
+                    raise UnsupportedError(
+                        "several training loaders, of which some are of iterable datasets whose batches the strategy "
+                        f"sizes (global batches of {totals} samples): a rank has one share for all loaders, so "
+                        "that all must be of that kind and size. Give them the same batch_size, or combine the "
+                        "datasets before the DataLoader."
+                    )
+                return self._begin()
             samplers = [source for source in sources if isinstance(source, ShareSampler)]
             if any(source.costs is not None for source in samplers):
                 rank_zero_warn(

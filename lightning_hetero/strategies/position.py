@@ -66,6 +66,8 @@ def refetch_if_moved(trainer: "pl.Trainer", accounting: BatchAccounting, checkpo
         lightning_compat.restart_loaders(trainer)
     if checkpoint is not None:
         _say_what_is_lost(trainer, here.batch, sources)
+        if here.batch and any(not isinstance(source, Stream) for source in sources):
+            _say_what_has_changed(here.batch, accounting)
     if checkpoint is not None and (ended := loader_states.ended(checkpoint, accounting)) is not None:
         accounting.ended = ended
 
@@ -89,6 +91,19 @@ def _say_what_is_lost(trainer: "pl.Trainer", batch: int, sources: Sequence[Any])
             "they begin again, so that samples come twice. Use a loader with state_dict and load_state_dict, such as "
             "torchdata's StatefulDataLoader, or a SharedStream."
         )
+
+
+def _say_what_has_changed(batch: int, accounting: BatchAccounting) -> None:
+    """Warn of batches of other sizes, in a fit that goes on after so many batches of an epoch."""
+    if (sizes := accounting.loaders.sizes.changed()) is None:
+        return
+    before, now = sizes
+    rank_zero_warn(
+        f"The checkpoint was saved after {batch} batches of an epoch, when a step of all ranks took {before}; now it "
+        f"takes {now}. The position counts batches, so that samples of this epoch are left out, or come twice. Go on "
+        "with the former size (batch_size, or global_batch_size of the strategy), or from a checkpoint of the end of "
+        "an epoch."
+    )
 
 
 def begin_next_epoch(trainer: "pl.Trainer") -> None:

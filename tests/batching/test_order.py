@@ -2,8 +2,9 @@
 
 import random
 from functools import partial
-from itertools import chain
+from itertools import chain, repeat
 from operator import eq
+from types import SimpleNamespace
 
 import lightning.pytorch as pl
 import numpy as np
@@ -11,11 +12,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler, WeightedRandomSampler
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, WeightedRandomSampler
 from torch.utils.data.distributed import DistributedSampler
 
 from lightning_hetero.batching.global_batch import GlobalBatchSizes
 from lightning_hetero.batching.planner import Planner
+from lightning_hetero.batching.repartition import Repartition
 from lightning_hetero.batching.sampler import (
     AgreedOrder,
     EvaluatedGroups,
@@ -26,7 +29,7 @@ from lightning_hetero.batching.sampler import (
     seeded,
 )
 from lightning_hetero.checkpoint_sections import section
-from lightning_hetero.errors import DataError
+from lightning_hetero.errors import DataError, UnsupportedError
 from lightning_hetero.strategies import loaders as loaders_module
 from lightning_hetero.strategies.loaders import Loaders
 from lightning_hetero.strategies.options import Options
@@ -299,6 +302,60 @@ def test_the_batches_of_evaluation_are_no_steps_of_training(monkeypatch):
     assert section(checkpoint, "global_batches") == [[4, 8]]
 
 
+@pytest.fixture
+def alone(monkeypatch):
+    """Loaders of rank 0, of several that are made alike: the checks that all agree are skipped."""
+    monkeypatch.setattr(loaders_module, "raise_on_all", lambda *_: None)
+    monkeypatch.setattr(loaders_module, "check_equal", lambda *_: None)
+    monkeypatch.setattr(loaders_module, "gather", lambda value, _: [value] * 2)
+
+    def make(world=2, **options):
+        given, same = Options(**options), lambda x: x
+        peers = SimpleNamespace(length=None)
+        return Loaders(0, range(world), given.planner(world), given, lambda: Position(0, 0, 0), same, lambda _: peers)
+
+    return make
+
+
+def test_after_a_loss_limits_of_evaluation_grow_and_it_is_said(alone):
+    """The Trainer has counted the batches, of up to 12 samples: two ranks take them, although they take 8 by limit."""
+    former, data = alone(3, max_batch_size=4, balance="off"), range(40)
+    loader = former.evaluation(DataLoader(data, batch_size=8), "validation")
+    assert [len(batch) for batch in loader.batch_sampler] == [4, 4, 4, 2]
+    batches = list(loader.batch_sampler.batches.draw(0))
+    later = alone(2, max_batch_size=4, balance="off")
+    later.continue_from(former, Repartition((0, 2), 5, 1))
+    with pytest.warns(UserWarning, match=r"take at most \[4, 4\] samples \(8 together\).* has 12") as caught:
+        parts = [list(loader.batch_sampler) for _ in range(2)]
+    assert len(caught) == 1
+    assert parts == [[batch[::2] for batch in batches]] * 2
+    anew = later.evaluation(DataLoader(data, batch_size=8), "test")  # whose batches the Trainer has not counted
+    assert {len(batch) for batch in anew.batch_sampler} == {4}
+
+
+class Endless(IterableDataset):
+    def __iter__(self):
+        return repeat(1)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "given", "share"),
+    [((8, 8), {}, 12), ((8, 4), {"global_batch_size": 8}, 6), ((8, 4), {}, None), ((8, None), {}, None)],
+)
+def test_several_streams_that_are_sized_here_have_one_size_or_are_refused(alone, sizes, given, share):
+    # Each rank has one share of one global batch, that of the last loader.
+    loaders, module = alone(balance=[3.0, 1.0], **given), pl.LightningModule()
+    data = [DataLoader(Endless(), size) if size else DataLoader(range(64), 8) for size in sizes]
+    combined = CombinedLoader([loaders.training(loader, False, module) for loader in data], "min_size")
+    loaders.combined = lambda: combined
+    if share:
+        assert loaders._begin_epoch() == Position(0, 0, 0)
+        assert [len(next(iter(loader.batch_sampler))) for loader in combined.flattened] == [share] * 2
+    else:
+        with pytest.raises(UnsupportedError, match=r"one share for all loaders.*the same batch_size"):
+            loaders._begin_epoch()
+
+
 # -- batches that stay whole -----------------------------------------------------------------------------
 
 parts_lists = st.lists(st.lists(st.integers(), min_size=1, max_size=6), min_size=1, max_size=14)
@@ -308,6 +365,34 @@ parts_lists = st.lists(st.lists(st.integers(), min_size=1, max_size=6), min_size
 def test_whole_batches_are_grouped_and_not_joined(parts, number, first):
     groups = [parts[i : i + number] for i in range(0, len(parts), number)]
     assert list(GroupedBatches([*parts, []], number, whole=True).draw(first)) == groups[first:]
+
+
+@pytest.mark.parametrize(
+    ("world", "size", "given", "now"),
+    [
+        (2, 3, None, None),  # keeps 12
+        (2, 6, None, None),  # is 12
+        (2, 8, None, "16 samples"),
+        (4, 3, 12, None),
+        (4, 3, 10, "10 samples"),
+    ],
+)
+@pytest.mark.parametrize("first", [None, 12])
+def test_another_size_than_that_of_the_checkpoint_is_seen(world, size, given, now, first):
+    before, checkpoint = GlobalBatchSizes(4, first), {}
+    before.trained(3)
+    before.add_to(checkpoint)
+    for resumed in (True, False):
+        sizes = GlobalBatchSizes(world, given)
+        sizes.load(checkpoint)
+        sizes.begin(resumed)
+        sizes.trained(size)
+        assert sizes.changed() == (("12 samples", now) if resumed and now else None)
+    plain = GlobalBatchSizes(world, given)  # from a checkpoint that says nothing
+    plain.load({"state_dict": {}})
+    plain.begin(resumed=True)
+    plain.trained(size)
+    assert plain.changed() is None
 
 
 def test_a_step_keeps_its_number_of_batches_on_other_ranks():

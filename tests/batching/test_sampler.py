@@ -2,9 +2,10 @@
 
 import math
 from collections import Counter
+from dataclasses import replace
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from torch.utils.data import BatchSampler
 from torch.utils.data.distributed import DistributedSampler
@@ -245,6 +246,28 @@ def test_evaluation_sees_every_sample_once(plan, samples, batch_size):
         assert min(counts) >= 1  # a rank without a batch would not run the epoch's end with the others
 
 
+@st.composite
+def limited_plans(draw):
+    plan = draw(plans())
+    return replace(plan, low=(0,) * len(plan.costs), high=tuple(draw(st.integers(1, 40)) for _ in plan.costs))
+
+
+@given(limited_plans(), st.integers(1, 300), st.integers(1, 60))
+@example(Plan(0, (Cost(0, 1), Cost(0, 1)), (1, 1), (64, 33)), 200, 97)  # 97 in equal parts would be 98
+@example(Plan(0, (Cost(0, 1), Cost(0, 1)), (1, 1), (49, 48)), 194, 97)
+@example(Plan(0, (Cost(0, 1), Cost(99, 1)), (1, 1), (64, 64), reach=(0.2, 0.2)), 48, 12)  # after a loss
+@settings(max_examples=300)
+def test_evaluation_keeps_within_limits(plan, samples, batch_size):
+    world, high = len(plan.costs), plan.high
+    assume(samples >= world)
+    batches = EvenBatches(order_of(samples), min(batch_size, sum(high)), world)
+    assume(batches.size(0) <= sum(high))  # else there are no such parts
+    drawn = [list(EvaluationSampler(batches, rank, world, lambda: plan)) for rank in range(world)]
+    assert Counter(i for rank in drawn for batch in rank for i in batch) == Counter(range(samples))
+    assert all(len(batch) <= most for rank, most in zip(drawn, high, strict=True) for batch in rank)
+    assert {len(rank) for rank in drawn} == {len(batches)}
+
+
 def test_evaluation_asks_for_the_plan_of_the_moment():
     plans = [Plan(0, (Cost(0, 1), Cost(0, k)), (1, 1), (99, 99)) for k in (1, 3)]
     sampler = EvaluationSampler(EvenBatches(range(8), 8, 2), 0, 2, lambda: plans.pop(0))
@@ -268,7 +291,7 @@ def test_limits_that_were_found_in_training_grow_with_larger_batches():
     batches = EvenBatches(order_of(54), 54, 2)
 
     def drawn(grows):
-        samplers = [EvaluationSampler(batches, r, 2, lambda: planner.plans[-1], lambda: grows) for r in range(2)]
+        samplers = [EvaluationSampler(batches, r, 2, lambda: planner.plans[-1], lambda *_: grows) for r in range(2)]
         return [list(sampler) for sampler in samplers]
 
     assert [len(part) for rank in drawn(planner.limits_measured) for part in rank] == [18, 36]

@@ -6,6 +6,7 @@ import threading
 from itertools import count, islice
 
 import pytest
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch.distributed import HashStore
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -173,7 +174,7 @@ class Endless(IterableDataset):
 
 def test_an_iterable_dataset_gives_batches_of_the_sizes_of_the_plan():
     begins = iter([5, 11])
-    sizes = VaryingBatchSizes(lambda step: step - 3 if step != 7 else 0, lambda: next(begins))
+    sizes = VaryingBatchSizes(lambda step: step - 3 if step != 7 else 0, lambda: next(begins), 8)
     loader = DataLoader(Endless(21), batch_size=4)
     object.__setattr__(loader, "batch_sampler", sizes)
     first = [batch.tolist() for batch in loader]
@@ -199,6 +200,42 @@ def test_what_was_drawn_before_a_cut_is_void():
         [(2, 7), (3, 9), (4, 11)],
         [(5, 7), (6, 9), (7, 11)],
     ]
+
+
+class Counts(list):
+    """Batches, with a saved position."""
+
+    def __iter__(self):
+        for self.at, batch in enumerate(super().__iter__(), 1):
+            yield batch
+
+    def state_dict(self):
+        return {"at": self.at}
+
+    def load_state_dict(self, state):
+        raise NotImplementedError
+
+
+def test_a_shorter_stream_that_begins_again_keeps_what_is_yet_to_be_trained_on():
+    # The Trainer fetches one batch ahead where it does not know how many there are.
+    epoch = 0
+    streams = [
+        Stream(Counts(batches), len, lambda: Position(epoch, 0, 5 * epoch), OneReplica())
+        for batches in numbered([[1, 2, 3, 4, 5], [6, 7]])
+    ]
+    combined = CombinedLoader(streams, "max_size_cycle")
+    for epoch in range(2):  # noqa: B007  the streams ask for it
+        batches = iter(combined)
+        ahead, trained = next(batches)[0], []
+        while ahead is not None:
+            batch, ahead = ahead, next(batches, [None])[0]
+            draws = [stream.take() for stream in streams]
+            assert [draw.samples for draw in draws] == [len(part) for part in batch]
+            trained.append(
+                [(len(part), stream.position()["state"]["at"]) for part, stream in zip(batch, streams, strict=True)]
+            )
+        assert trained == [[(1, 1), (6, 1)], [(2, 2), (7, 2)], [(3, 3), (6, 1)], [(4, 4), (7, 2)], [(5, 5), (6, 1)]]
+        assert not any(stream.drawn for stream in streams)
 
 
 def test_a_stream_can_be_copied():

@@ -286,6 +286,10 @@ def own_sampler() -> DataLoader:
     return DataLoader(dataset(96), batch_size=4, sampler=DistributedSampler(dataset(96), 2, rank()))
 
 
+def two_streams() -> dict[str, DataLoader]:
+    return {"a": DataLoader(Stream(), batch_size=8), "b": DataLoader(Stream(), batch_size=4)}
+
+
 def two(first: Any, second: Any, size: int) -> dict[str, DataLoader]:
     return {"a": DataLoader(first, batch_size=size), "b": DataLoader(second, batch_size=size)}
 

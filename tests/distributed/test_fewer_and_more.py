@@ -64,8 +64,11 @@ def _train(folder: str, kind: Any, data: str = "list", size: int = 3, **limits: 
     path, resumes = Path(folder, f"step={AT}.ckpt"), limits.pop("max_steps", None) is None
     trainer = pl.Trainer(strategy=strategy(balance="off", ranks_per_node=1, **options), **settings)
     module = Net()
-    trainer.fit(module, _loader(data, size), ckpt_path=str(path) if resumes else None)
-    return module.seen, begun.momenta, begun.outer, begun.best, trainer.strategy.accounting.planner.total
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(module, _loader(data, size), ckpt_path=str(path) if resumes else None)
+    sizes = [str(one.message) for one in caught if "The position counts batches" in str(one.message)]
+    return module.seen, begun.momenta, begun.outer, begun.best, sizes, trainer.strategy.accounting.planner.total
 
 
 def _moved(folder: str, before: int, after: int, kind: Any, **options: Any) -> tuple[Any, Any]:
@@ -92,7 +95,13 @@ def test_no_sample_comes_twice_and_none_is_lost(tmp_path: Path, before: int, aft
 def test_another_batch_size_of_the_users_counts(tmp_path: Path) -> None:
     run(_train, 4, str(tmp_path), (HeteroDDPStrategy, {}), max_steps=AT)
     for kept, size, options in ((12, 3, {}), (16, 8, {}), (10, 3, {"global_batch_size": 10})):
-        assert run(_train, 2, str(tmp_path), (HeteroDDPStrategy, options), size=size, max_epochs=2)[0][-1] == kept
+        first, other = run(_train, 2, str(tmp_path), (HeteroDDPStrategy, options), size=size, max_epochs=2)
+        *_, sizes, total = first
+        assert (total, len(sizes), other[-2]) == (kept, kept != 12, [])  # two batches into the second epoch
+        assert all(
+            f"after 2 batches of an epoch, when a step of all ranks took 12 samples; now it takes {kept}" in text
+            for text in sizes
+        )
 
 
 @pytest.mark.long(after=1)
@@ -104,7 +113,7 @@ def test_every_replica_has_its_own_or_the_nearest_algorithms_state(tmp_path: Pat
         saved = replicas_of(folder / f"step={AT}.ckpt")
         momenta = [[state["momentum_buffer"] for state in r["optimizers"][0]["state"].values()] for r in saved]
         assert not torch.equal(momenta[0][0], momenta[1][0])
-        for replica, (_, found, outer, best, _) in enumerate(second):
+        for replica, (_, found, outer, best, *_) in enumerate(second):
             near = min(replica, before - 1)
             assert len(found) == 4
             assert all(torch.equal(a, b) for a, b in zip(found, momenta[near], strict=True))

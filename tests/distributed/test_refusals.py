@@ -140,6 +140,7 @@ ENDLESS = bad.Unending()
 UNUSED = {"find_unused_parameters": True}
 WINDOWS = {"accumulate_grad_batches": 2}
 GOES_ON = {"on_peer_loss": "continue"}
+UNSIZED: dict[str, Any] = {"DataLoader": {"data": bad.SizedStream}, "Unending": {"loader": bad.Unending}}
 NODE, TWO_EPOCHS = STRATEGIES["node"], {"max_epochs": 2}
 TWO_RANKS = [
     ddp(ConfigurationError, "3 shares for 2 ranks", options={"balance": [1.0, 1.0, 1.0]}),
@@ -248,14 +249,34 @@ TWO_RANKS = [
     ddp(UnsupportedError, "needs a batch_size", data=bad.shared, load={"batch_size": None}),
     ddp(DataError, "the training stream is empty", data=partial(bad.shared, 0)),
     *(
-        ddp(UnsupportedError, "remove these options", options=options, data=bad.SizedStream)
+        ddp(UnsupportedError, f"your own {name}: remove these options", options=options, **data)
         for options in ({"balance": [3.0, 1.0]}, {"global_batch_size": 16}, {"max_batch_size": 2})
+        for name, data in UNSIZED.items()
+    ),
+    *(
+        ddp(
+            UnsupportedError,
+            f"with your {name} the sizes of batches, or their number, are settled",
+            "Remove the option",
+            options={"balance_iterable": True},
+            **data,
+        )
+        for name, data in UNSIZED.items()
     ),
     ddp(
         UnsupportedError,
-        "Remove the option, or the dataset's `__len__`",
-        options={"balance_iterable": True},
-        data=bad.SizedStream,
+        "balance=[3.0, 0.0] gives rank 1 nothing",
+        "lightning_hetero.SharedStream",
+        options={"balance": [3.0, 0.0]},
+        data=bad.Stream,
+    ),
+    ddp(
+        UnsupportedError,
+        "(global batches of [16, 8] samples)",
+        "the same batch_size",
+        options={"balance": [1.0, 1.0]},
+        loader=bad.two_streams,
+        module=bad.TwoLoaders,
     ),
     *(
         ddp(UnsupportedError, "Unending has no length", "use_distributed_sampler=False", load=load)
