@@ -1,6 +1,7 @@
 """Topology of a job: the node and the device of each rank."""
 
 import fcntl
+import os
 import socket
 import struct
 from collections import Counter
@@ -196,6 +197,17 @@ def interface_towards(address: str, interface: str | None = None) -> str:
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(target)
         return probe.getsockname()[0]
+
+
+def use_interface(interface: str | None) -> None:
+    """Let gloo and NCCL use a network interface in this process, if one is given.
+
+    Raises:
+        ConfigurationError: there is no such interface, or it has no IPv4 address.
+    """
+    if interface is not None:
+        address_of(interface)  # raises
+        os.environ |= dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), interface)
 
 
 _ADDRESS = 0x8915  # SIOCGIFADDR of Linux
