@@ -114,22 +114,25 @@ class Topology:
         return "nccl" if self.islands(ranks) == (tuple(ranks),) else None
 
 
-def discover(place: Place, ranks_per_node: int | Sequence[int] | None = None) -> Topology:
+def discover(place: Place, ranks_per_node: int | Sequence[int] | None = None, entries: Sequence[int] = ()) -> Topology:
     """Exchange places with all ranks (collective).
 
     Args:
         place: this rank's.
         ranks_per_node: make nodes of so many consecutive ranks, or of these numbers of ranks, whatever their hosts.
             So one machine can be tried as several nodes.
+        entries: of each rank, its place among those that a list of sizes counts. Default: its number.
 
     Raises:
         ConfigurationError: ``ranks_per_node`` does not fit the number of ranks.
     """
     places = [Place(*other) for other in gather(tuple(place), "the topology")]
     if ranks_per_node is not None:
-        for number, ranks in enumerate(consecutive(len(places), ranks_per_node)):
-            for rank in ranks:
-                places[rank] = places[rank]._replace(node=number)
+        world, where = len(places), [*range(len(places))]
+        if entries and not isinstance(ranks_per_node, int):
+            world, where = sum(ranks_per_node), [*entries]
+        nodes = consecutive(world, ranks_per_node)
+        places = [place._replace(node=group_of(entry, nodes)) for place, entry in zip(places, where, strict=True)]
     return Topology.of(dist.get_rank(), places)
 
 

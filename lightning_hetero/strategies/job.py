@@ -277,7 +277,7 @@ class JobStrategy(DDPStrategy):
         place = place_of(self.root_device, hostname(), self.node_rank, self.local_rank)
         follows = None
         if ticket is not None:
-            follows = ViewSuccession(ticket.admission.view, self.launch, ticket.replica)
+            follows = ViewSuccession(ticket.admission.view, self.launch, ticket.replica, ticket.entry)
         agreed = {
             "lightning_hetero": __version__,
             "strategy": type(self).__name__,

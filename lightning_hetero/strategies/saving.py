@@ -109,6 +109,8 @@ class RankState:
         trainer = trainer_of(self._strategy.lightning_module)
         if self._strategy.joined and trainer is not None and trainer.training:
             self._strategy.accounting.loaders.sizes.load(checkpoint)
+        if self._strategy.ticket is not None:  # before ranks, some of them new, compare their models
+            restore_trainable(self._strategy.module, trainable_in(checkpoint))
         return checkpoint
 
     @contextmanager
