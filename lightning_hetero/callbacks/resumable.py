@@ -45,7 +45,7 @@ class ResumableCheckpoint(Resumable):
     itself takes part: the newest of all is taken.
 
     At the end of a fit it saves once more. Started again, a run that is complete trains no further, and has the final
-    weights; with a larger ``max_epochs`` or ``max_steps`` it goes on.
+    weights; with a larger ``max_epochs`` or ``max_steps`` it goes on, also if EarlyStopping has ended it.
 
     Args:
         dirpath: folder of the checkpoints, for this run alone, on a file system that all hosts share. Its files are
@@ -95,7 +95,7 @@ class ResumableCheckpoint(Resumable):
             every_n_seconds = 600.0
         self.dirpath, self.every_n_steps, self.every_n_seconds = str(dirpath), every_n_steps, every_n_seconds
         self.keep, self.background = keep, background
-        self._ended = {"complete": False, "stopped": False}  # how the fit that is gone on with has ended
+        self._ended: dict[str, Any] = {"complete": False, "stopped": False}  # how the run that goes on has ended
         self._session: CheckpointSession | None = None  # of the running fit
         self._schedule: SaveSchedule | None = None  # of the running fit, if it saves by time
         self._owed: BaseException | None = None  # what could not be written, until the next save tells it
@@ -152,7 +152,7 @@ class ResumableCheckpoint(Resumable):
 
     @override
     def on_fit_start(self, trainer: "pl.Trainer", pl_module: Any) -> None:
-        if self._ended["complete"] and self._ended["stopped"]:
+        if self._ended["complete"] and self._ended["stopped"] and self._ended.get("limits") == _limits(trainer):
             trainer.should_stop = True  # as it was told to at the end of that fit
 
     @override
@@ -160,7 +160,7 @@ class ResumableCheckpoint(Resumable):
         if self._ended["complete"] and self._session is None:
             rank_zero_info(
                 f"The run in {self.dirpath} is complete, so nothing was left to train. To train on, raise max_epochs "
-                "or max_steps, or give one of its checkpoints as ckpt_path. To begin again, give another folder."
+                "or max_steps. To begin again, give another folder."
             )
 
     # -- saving ------------------------------------------------------------------------------------
@@ -206,7 +206,7 @@ class ResumableCheckpoint(Resumable):
     def on_train_end(self, trainer: "pl.Trainer", pl_module: Any) -> None:
         if self._session is not None:
             self.complete()
-            self._ended = {"complete": True, "stopped": bool(trainer.should_stop)}
+            self._ended = {"complete": True, "stopped": bool(trainer.should_stop), "limits": _limits(trainer)}
             self._save(trainer, self._session.writer)
             self.complete()
             self._session.writer.agree()
@@ -265,6 +265,11 @@ class ResumableCheckpoint(Resumable):
     @override
     def teardown(self, trainer: "pl.Trainer", pl_module: Any, stage: str) -> None:
         self._close()
+
+
+def _limits(trainer: "pl.Trainer") -> list[int | None]:
+    """How long a run is to train."""
+    return [trainer.max_epochs, trainer.max_steps]
 
 
 def _strategy_of(trainer: "pl.Trainer") -> HeteroStrategy:

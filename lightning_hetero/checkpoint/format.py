@@ -5,7 +5,7 @@ own state is in a shard (:mod:`~lightning_hetero.checkpoint.shards`).
 """
 
 import errno
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pickle import UnpicklingError
 from typing import Any, NamedTuple
@@ -123,6 +123,7 @@ def add_replicas(
     save: str,
     of_rank: Mapping[str, Any],
     sharded: bool = False,
+    buffers: Sequence[str] = (),
 ) -> None:
     """Describe the replicas in rank 0's checkpoint (collective).
 
@@ -133,13 +134,14 @@ def add_replicas(
         save: the name of this save, which its shards bear.
         of_rank: what this rank has seen, by names beside those of a replica's state; builtins only.
         sharded: whether each rank has a part of its replica's state.
+        buffers: names of the buffers that replicas exchange.
     """
     everyone = gather(of_rank, "the ranks' losses and metrics to save")
     if view.rank == 0:
         ids = [member.id for member in view.replicas]
         names = {"strategy": who.strategy, "algorithm": who.algorithm, "save": save, "ids": ids}
         sizes = {"sizes": [len(member.ranks) for member in view.replicas]} if sharded else {}
-        replicas = {**names, "ranks": everyone, "sharded": sharded, **sizes}
+        replicas = {**names, "ranks": everyone, "sharded": sharded, **sizes, "buffers": list(buffers)}
         add_section(checkpoint, "replicas", replicas)
 
 

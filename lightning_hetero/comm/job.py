@@ -9,6 +9,7 @@ from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 from functools import cached_property
+from itertools import count
 from typing import Any, NamedTuple
 
 import torch
@@ -49,11 +50,13 @@ class ViewSuccession(NamedTuple):
         view: its number.
         launch: names the launcher's job that the process was started in.
         replica: id of the replica to which the rank belonged before; ``None`` if it is new.
+        entry: place of the rank in lists that the user gave, one entry per rank; ``None`` if it is new.
     """
 
     view: int
     launch: str
     replica: int | None
+    entry: int | None
 
 
 class Job:
@@ -103,13 +106,14 @@ class Job:
             # Each launcher counts its nodes from 0.
             own = place.host, follows.launch, place.node
             place = place._replace(node=list(dict.fromkeys(gather(own, "the nodes"))).index(own))
-        topology = discover(place, ranks_per_node)
+        entries = _entries([other.entry for other in everyone]) if follows is not None else ()
+        topology = discover(place, ranks_per_node, entries)
         end_unused()
         check_equal("the strategy's options", options)
         numbers = tuple(map(failures.number, range(topology.world)))
         view = replace(View.first(topology, replicas(topology)), ids=numbers)
         if follows is not None:
-            view = view.grown(follows.view, [other.replica for other in everyone])
+            view = replace(view.grown(follows.view, [other.replica for other in everyone]), entries=entries)
         return cls(view, timeout, options["within"])
 
     def for_survivors(self, number: int, ids: Sequence[int], store: dist.Store) -> "Job":
@@ -280,6 +284,12 @@ class Job:
     def store(self, purpose: str) -> dist.Store:
         """The store of the job, with keys of its own for a purpose."""
         return self.groups.store(purpose)
+
+
+def _entries(former: Sequence[int | None]) -> tuple[int, ...]:
+    """Places of ranks in the user's lists: those that they had; of new ranks (``None``) the lowest that are free."""
+    free = (entry for entry in count() if entry not in former)
+    return tuple(next(free) if entry is None else entry for entry in former)
 
 
 def _reached(store: dist.Store, rank: int, step: int) -> bool:

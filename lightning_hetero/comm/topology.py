@@ -1,6 +1,7 @@
 """Topology of a job: the node and the device of each rank."""
 
 import fcntl
+import os
 import socket
 import struct
 from collections import Counter
@@ -113,22 +114,25 @@ class Topology:
         return "nccl" if self.islands(ranks) == (tuple(ranks),) else None
 
 
-def discover(place: Place, ranks_per_node: int | Sequence[int] | None = None) -> Topology:
+def discover(place: Place, ranks_per_node: int | Sequence[int] | None = None, entries: Sequence[int] = ()) -> Topology:
     """Exchange places with all ranks (collective).
 
     Args:
         place: this rank's.
         ranks_per_node: make nodes of so many consecutive ranks, or of these numbers of ranks, whatever their hosts.
             So one machine can be tried as several nodes.
+        entries: of each rank, its place among those that a list of sizes counts. Default: its number.
 
     Raises:
         ConfigurationError: ``ranks_per_node`` does not fit the number of ranks.
     """
     places = [Place(*other) for other in gather(tuple(place), "the topology")]
     if ranks_per_node is not None:
-        for number, ranks in enumerate(consecutive(len(places), ranks_per_node)):
-            for rank in ranks:
-                places[rank] = places[rank]._replace(node=number)
+        world, where = len(places), [*range(len(places))]
+        if entries and not isinstance(ranks_per_node, int):
+            world, where = sum(ranks_per_node), [*entries]
+        nodes = consecutive(world, ranks_per_node)
+        places = [place._replace(node=group_of(entry, nodes)) for place, entry in zip(places, where, strict=True)]
     return Topology.of(dist.get_rank(), places)
 
 
@@ -196,6 +200,17 @@ def interface_towards(address: str, interface: str | None = None) -> str:
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(target)
         return probe.getsockname()[0]
+
+
+def use_interface(interface: str | None) -> None:
+    """Let gloo and NCCL use a network interface in this process, if one is given.
+
+    Raises:
+        ConfigurationError: there is no such interface, or it has no IPv4 address.
+    """
+    if interface is not None:
+        address_of(interface)  # raises
+        os.environ |= dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), interface)
 
 
 _ADDRESS = 0x8915  # SIOCGIFADDR of Linux

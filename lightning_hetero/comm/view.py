@@ -40,6 +40,8 @@ class View:
         rank: this process.
         ids: of each rank, the number that it had when it joined; it stays when others leave.
         ranks_leave: whether a lost rank leaves alone, as in a job of one replica, rather than with its replica.
+        entries: of each rank, its place in lists that the user gave, one entry per rank; it stays when others leave or
+            join. Default: its number.
 
     Example::
 
@@ -56,6 +58,11 @@ class View:
     rank: int
     ids: tuple[int, ...] = ()
     ranks_leave: bool = False
+    entries: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.entries:
+            object.__setattr__(self, "entries", tuple(range(self.world)))
 
     @classmethod
     def first(cls, topology: Topology, replicas: Sequence[Sequence[int]]) -> "View":
@@ -100,6 +107,7 @@ class View:
             places=tuple(self.places[rank] for rank in kept),
             rank=now[self.rank],
             ids=tuple(self.ids[rank] for rank in kept),
+            entries=tuple(self.entries[rank] for rank in kept),
         )
 
     def data_parallel(self, size: int) -> "View":
@@ -115,8 +123,8 @@ class View:
         place = {rank: firsts.index(m.ranks[i - i % size]) for m in self.replicas for i, rank in enumerate(m.ranks)}
         replicas = tuple(replace(m, ranks=tuple(place[rank] for rank in m.ranks[::size])) for m in self.replicas)
         places = tuple(self.places[rank] for rank in firsts)
-        ids = tuple(self.ids[rank] for rank in firsts)
-        return replace(self, replicas=replicas, places=places, rank=place[self.rank], ids=ids)
+        ids, entries = (tuple(of[rank] for rank in firsts) for of in (self.ids, self.entries))
+        return replace(self, replicas=replicas, places=places, rank=place[self.rank], ids=ids, entries=entries)
 
     @property
     def world(self) -> int:

@@ -190,9 +190,18 @@ class Replica:
             return  # nothing has changed them since all began with the same ones
         broadcast_tensors([parameters[name].data for name in names])
 
+    @property
+    def exchanged(self) -> list[str]:
+        """Names of the buffers that are exchanged."""
+        return sorted(self._exchanged)
+
     def with_current_trainable(self) -> "Replica":
         """The same model's replica with the parameters that are trainable now."""
-        return type(self)(self._module, self._settle, self._excluded, self._exchanged, cut=self._cut)
+        return self.with_buffers(self._exchanged)
+
+    def with_buffers(self, buffers: Collection[str]) -> "Replica":
+        """The same model's replica with the parameters that are trainable now, and the buffers of these names."""
+        return type(self)(self._module, self._settle, self._excluded, buffers, cut=self._cut)
 
     def unexchanged_buffers(self) -> dict[str, Tensor]:
         """Copies of the buffers that are not exchanged, such as counters and masks, by name."""

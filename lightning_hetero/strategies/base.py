@@ -125,7 +125,7 @@ class HeteroStrategy(JobStrategy):
         began = time.monotonic()
         if self.ticket is None:
             check_process_group(failures.watched(), self.survives)
-            if not self.joined and (newcomers := self.recovery.newcomers) is not None:
+            if (newcomers := self.recovery.newcomers) is not None:
                 newcomers.enter_running_job()
             trainer = lightning_compat.trainer_of(self.lightning_module)
             if self.survives and trainer is not None and trainer.state.fn == TrainerFn.FITTING:

@@ -101,7 +101,7 @@ class Capacity:
         module = trainer.lightning_module
         loaders = not_none(lightning_compat.combined_loader(trainer), "the training dataloaders")
         batches = Batches(loaders)
-        memory = memory_per_rank(self.options.max_batch_memory, trainer.world_size)[trainer.global_rank]
+        memory = _memory(self.options, trainer)
         basis = [*gather([_name_of(trainer.strategy.root_device), memory], "devices and their memory"), batches.total]
         found = self._known(basis, module)
         searches = found is None
@@ -139,11 +139,22 @@ class Capacity:
         return None
 
 
+def _memory(options: Options, trainer: "pl.Trainer") -> int | None:
+    """The bytes that a training step may take on this rank; ``None``: as many as there are.
+
+    Raises:
+        ConfigurationError: an amount cannot be read, or there is not one per rank of the job as it began.
+    """
+    view = trainer.strategy.job.view  # type: ignore[attr-defined]
+    limits = memory_per_rank(options.max_batch_memory, None if view.number else view.world)
+    return limits[view.entries[view.rank] % len(limits)]
+
+
 def problem(options: Options, trainer: "pl.Trainer") -> HeteroError | None:
     """The reason why this rank cannot search for its largest batch; ``None`` if it can."""
     device = trainer.strategy.root_device
     try:
-        memory = memory_per_rank(options.max_batch_memory, trainer.world_size)[trainer.global_rank]
+        memory = _memory(options, trainer)
     except HeteroError as error:
         return error
     if memory is None and device.type != "cuda":

@@ -14,7 +14,7 @@ from lightning.fabric.strategies import DDPStrategy
 from lightning.fabric.utilities.data import has_iterable_dataset
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, DistributedSampler
 from typing_extensions import override
 
 from lightning_hetero import lightning_compat
@@ -27,7 +27,7 @@ from lightning_hetero.checkpoint.format import add_plan, restore_plan
 from lightning_hetero.comm.agreement import AsyncAllGather, raise_on_all, value_of_rank
 from lightning_hetero.comm.failures import deadline
 from lightning_hetero.comm.job import Job, RendezvousAddress, join_world
-from lightning_hetero.comm.topology import interface_towards, place_of
+from lightning_hetero.comm.topology import interface_towards, place_of, use_interface
 from lightning_hetero.errors import ConfigurationError, HeteroError, UnsupportedError, not_none
 from lightning_hetero.launch.environment import hostname
 from lightning_hetero.strategies.loaders import Loaders
@@ -89,6 +89,7 @@ class HeteroFabricStrategy(DDPStrategy):
             raise ConfigurationError(f"{type(self).__name__} is not set up: give it to Fabric(strategy=...).")
         self.accelerator.setup_device(self.root_device)
         environment, options = self.cluster_environment, self.options
+        use_interface(options.interface)
         environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
         environment.set_world_size(self.num_nodes * self.num_processes)
         rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
@@ -135,8 +136,7 @@ class HeteroFabricStrategy(DDPStrategy):
 
     @override
     def process_dataloader(self, dataloader: DataLoader) -> Any:
-        problem = _unsuitable(dataloader)
-        raise_on_all(problem, "a dataloader")
+        raise_on_all(_unsuitable(dataloader, self.world_size), "a dataloader")
         trained = self.loaders.training(copy.copy(dataloader), sharded_by_user=False, module=None)
         evaluated = self.evaluating.evaluation(copy.copy(dataloader), "evaluation")
         return _SharedLoader(dataloader, trained, evaluated, self._fetching, self._fetched)
@@ -239,7 +239,7 @@ class HeteroFabricStrategy(DDPStrategy):
         return found
 
 
-def _unsuitable(loader: Any) -> HeteroError | None:
+def _unsuitable(loader: Any, world: int) -> HeteroError | None:
     """The reason why a loader's batches cannot be split, if so."""
     why = ""
     if not isinstance(loader, DataLoader) or has_iterable_dataset(loader):
@@ -248,11 +248,14 @@ def _unsuitable(loader: Any) -> HeteroError | None:
         why = "it has no batch_size"
     elif loader_is_sharded(loader):
         why = "its sampler splits the data already"
+    elif world > 1 and not isinstance(loader.sampler, DistributedSampler):  # which Fabric has put around any other
+        why = "use_distributed_sampler=False says that you have split the data already"
     if not why:
         return None
     return UnsupportedError(
         f"Fabric's hetero_ddp splits the batches of a DataLoader by speed; not of this one: {why}. Give a map-style "
-        "dataset and a batch_size, and leave the distributed sampler out; or use strategy='ddp', or "
+        "dataset, the same on all ranks, and a batch_size, and leave the distributed sampler and "
+        "use_distributed_sampler out: any other sampler keeps its order. Or use strategy='ddp', or "
         "lightning.pytorch.Trainer with hetero_ddp, which takes more."
     )
 

@@ -140,7 +140,7 @@ class Fit:
         sharing = view.data_parallel(size)
         # Replicas that differ look when they meet, so that all learn of it at once.
         mode = options.on_nan if view.count == 1 else "ignore"
-        planner = options.planner(sharing.world, sharing.ids if view.number else None)
+        planner = options.planner(sharing.world, sharing.entries if view.number else None)
         if former is not None and repartition is not None:
             planner = plan_for_survivors(former.accounting.planner, repartition.former_ranks, planner)
 

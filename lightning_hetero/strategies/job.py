@@ -31,7 +31,7 @@ from lightning_hetero.comm.job import Job, RendezvousAddress, ViewSuccession, jo
 from lightning_hetero.comm.retry import collective
 from lightning_hetero.comm.stores import StoreUser
 from lightning_hetero.comm.threads import record_sockets
-from lightning_hetero.comm.topology import Topology, interface_towards, place_of
+from lightning_hetero.comm.topology import Topology, interface_towards, place_of, use_interface
 from lightning_hetero.comm.transport import free_port, listen_within
 from lightning_hetero.comm.view import View
 from lightning_hetero.errors import MembershipLostError, UnsupportedError, not_none
@@ -225,9 +225,7 @@ class JobStrategy(DDPStrategy):
         listen_within(self.options.port_range)
         if self.options.port_range:
             lightning_compat.choose_main_port(self.environment, free_port(""))
-        if self.options.interface is not None:
-            _ = self.interface  # raises
-            os.environ |= dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), self.options.interface)
+        use_interface(self.options.interface)
 
     def renumber(self, rank: int, world: int) -> None:
         """Let this process have another number, among other ranks than were launched with it."""
@@ -279,7 +277,7 @@ class JobStrategy(DDPStrategy):
         place = place_of(self.root_device, hostname(), self.node_rank, self.local_rank)
         follows = None
         if ticket is not None:
-            follows = ViewSuccession(ticket.admission.view, self.launch, ticket.replica)
+            follows = ViewSuccession(ticket.admission.view, self.launch, ticket.replica, ticket.entry)
         agreed = {
             "lightning_hetero": __version__,
             "strategy": type(self).__name__,

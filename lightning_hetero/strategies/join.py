@@ -55,7 +55,7 @@ from lightning_hetero.replicas.vectors import broadcast_tensors
 from lightning_hetero.strategies import saving
 from lightning_hetero.strategies.job import JobStrategy
 from lightning_hetero.strategies.numbering import launched
-from lightning_hetero.strategies.options import Options
+from lightning_hetero.strategies.options import Options, memory_per_rank
 from lightning_hetero.strategies.recovery_policy import JoinTicket, MembershipChange, Newcomers
 from lightning_hetero.strategies.signals import TERMINATED, sigterm_recorded
 from lightning_hetero.strategies.trainer_checks import settings, unjoinable
@@ -86,6 +86,7 @@ def fits(options: Options, world: int) -> bool:
     """Whether the user's options can be met by so many ranks."""
     try:
         options.planner(world // options.tensor_parallel)
+        memory_per_rank(options.max_batch_memory, world)
         if options.ranks_per_node is not None:
             consecutive(world, options.ranks_per_node)
     except HeteroError:
@@ -180,12 +181,16 @@ class ElasticJoin(Newcomers):
         self._unjoinable: str | None = None  # why nobody can join, also while a fit begins again
         self._sharded_size = 0  # ranks of a replica, if the model is sharded; not asked in a step, or between fits
         self._came_later = False  # whether this process has joined a job that ran
+        self._settings: dict[str, Any] = {}  # of the Trainer, before callbacks may have changed them
+        self._changed: dict[str, Any] = {}  # as they were when this rank left the fit, to begin it again
 
     # -- a process that is started later -----------------------------------------------------------
 
     def enter_running_job(self) -> None:
-        """Join the job that runs already, if there is one (collective over its ranks)."""
-        if (found := self.find()) is not None:
+        """Join the job that runs already, if there is one and this process is in none (collective over its ranks)."""
+        trainer = lightning_compat.trainer_of(self._strategy.lightning_module)
+        self._settings = {} if trainer is None else settings(trainer)
+        if not self._strategy.joined and (found := self.find()) is not None:
             self.enter(found, None)
 
     def find(self) -> JoinTicket | None:
@@ -275,7 +280,7 @@ class ElasticJoin(Newcomers):
                     "seat": seat,
                     "version": __version__,
                     "options": {name: repr(value) for name, value in options.items()},
-                    "settings": {name: repr(value) for name, value in settings(module.trainer).items()},
+                    "settings": {name: repr(value) for name, value in self._settings.items()},
                     "model": model,
                 }
             )
@@ -321,6 +326,7 @@ class ElasticJoin(Newcomers):
         strategy = self._strategy
         if strategy.ticket is None:
             return
+        self._changed = value_of_rank(self._changed, 0)
         loaded, module = strategy.ticket.files.loaded, strategy.module
         lacks = [v for name, v in (*module.named_parameters(), *module.named_buffers()) if name not in loaded]
         if any(map(is_dtensor, lacks)):
@@ -335,6 +341,7 @@ class ElasticJoin(Newcomers):
             return None
         strategy.checkpoint_io, strategy.ticket = ticket.files.usual, None
         ticket.files.clear()
+        vars(strategy.trainer).update(self._changed)  # callbacks that have set them may not do so again in mid-epoch
         view, seconds = strategy.job.view, time.monotonic() - ticket.since
         joined, lost = tuple(range(ticket.admission.before, view.world)), dict(ticket.lost)
         if not joined and not lost:
@@ -462,7 +469,7 @@ class ElasticJoin(Newcomers):
         files = MemoryCheckpointIO(PATH, strategy.checkpoint_io, kept, sources)
         strategy.checkpoint_io = files
         admission = Admission(view.number + 1, view.rank, world, view.world, address)
-        self._leaving = JoinTicket(admission, files, view.replica.id, began)
+        self._leaving = JoinTicket(admission, files, view.replica.id, began, entry=view.entries[view.rank])
         try:
             trainer.save_checkpoint(PATH)
         finally:
@@ -573,6 +580,9 @@ class ElasticJoin(Newcomers):
             if user is not None:
                 user.teardown(stage)
         lightning_compat.tear_down(trainer)
+        own = vars(trainer)
+        self._changed = {name: own[name] for name in self._settings if name in own}
+        own |= {name: self._settings[name] for name in self._changed}
         self.terminated |= request is not None and request.requested  # after all had asked each other
         for name in strategy.of_the_job:
             vars(strategy).pop(name, None)

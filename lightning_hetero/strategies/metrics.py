@@ -179,9 +179,16 @@ def weigh_logged(
     def log(fx: str, name: str, value: Any, *args: Any, batch_size: int | None = None, **kwargs: Any) -> None:
         plain = partial(type(results).log, results, fx, name)
         if not fx.endswith("_step") and (not results.training or fx in _EPOCH):
+            count = None
             if batch_size is None and fx.endswith(_END):
-                batch_size = int(epoch() or 0) or None
+                count = epoch()
+                batch_size = int(count or 0) or None
+                if count == 0 and kwargs.get("sync_dist") and isinstance(value, Tensor):
+                    batch_size, value = 0, _nothing_like(value, kwargs.get("reduce_fx", torch.mean))
             plain(value, *args, batch_size=batch_size, **kwargs)
+            if count is not None:  # for callbacks that go by it without sync_dist
+                indexed = kwargs.get("add_dataloader_idx", True)
+                setattr(logged_metric(results, fx, name, indexed), _SAMPLES, count)
             return
         found, given, indexed = samples(), batch_size, kwargs.get("add_dataloader_idx", True)
         kept: AbstractContextManager[Any] = nullcontext()
@@ -230,7 +237,7 @@ _SAMPLES = "samples_of_step"  # of a metric of Lightning's: how many its latest 
 
 
 def samples_of_step(metric: Any) -> float:
-    """The samples for which the latest value of a logged metric stands; 1 if that is not known."""
+    """The samples for which the value of a logged metric, of the latest step or of a hook, stands; 1: not known."""
     return getattr(metric, _SAMPLES, 1.0)
 
 
@@ -334,8 +341,8 @@ class MonitoredMetrics:
 
 def _numbers(one: Unsynced) -> tuple[float, float]:
     """The part of a rank in a value of all ranks: the value, and its weight; of a mean, their product comes first."""
-    value, none = one.value.item(), one.of_step and not samples_of_step(one.metric)
-    if none:
+    value, own = one.value.item(), one.of_step or not one.metric.meta.on_step
+    if own and not samples_of_step(one.metric):
         return nothing(one.reduction), 0.0
     if one.reduction != "mean":
         return value, 1.0

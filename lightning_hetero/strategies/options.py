@@ -392,18 +392,19 @@ class Options:
         limits = (self.global_batch_size, self.min_batch_size, self.max_batch_size)
         return not isinstance(self.balance, str) or any(limit is not None for limit in limits)
 
-    def planner(self, world: int, ids: Sequence[int] | None = None) -> Planner:
+    def planner(self, world: int, entries: Sequence[int] | None = None) -> Planner:
         """A planner for ``world`` ranks.
 
         Args:
             world: number of ranks.
-            ids: of each rank, its number when the job began, by which it has its place in the lists that the user gave.
-                Default: its number.
+            entries: of each rank, its place in the lists that the user gave; see
+                :class:`~lightning_hetero.comm.view.View`. Default: its number.
         """
 
         def of(given: Any) -> Any:
-            places = None if ids is None else [id // self.tensor_parallel for id in ids]
-            return [given[place] for place in places] if isinstance(given, list) and places is not None else given
+            if entries is None or not isinstance(given, list):
+                return given
+            return [given[entry // self.tensor_parallel] for entry in entries]
 
         high = None if self.max_batch_size == "auto" else self.max_batch_size
         low = of(self.min_batch_size)

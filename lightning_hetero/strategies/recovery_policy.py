@@ -241,6 +241,7 @@ class JoinTicket(NamedTuple):
         replica: id of the replica to which this rank belonged; ``None`` if it is new.
         since: when this rank stopped training, or was admitted, by ``time.monotonic()``.
         lost: ranks that were lost since then, each with the reason.
+        entry: place of this rank in lists that the user gave, one entry per rank; ``None`` if it is new.
     """
 
     admission: Admission
@@ -248,6 +249,7 @@ class JoinTicket(NamedTuple):
     replica: int | None
     since: float
     lost: Mapping[int, str] = MappingProxyType({})
+    entry: int | None = None
 
 
 class Newcomers(ABC):
@@ -270,7 +272,7 @@ class Newcomers(ABC):
 
     @abstractmethod
     def enter_running_job(self) -> None:
-        """Join the job that runs already, if there is one (collective over its ranks)."""
+        """Join the job that runs already, if there is one and this process is in none (collective over its ranks)."""
 
     @abstractmethod
     def resume(self) -> None:

@@ -1,7 +1,7 @@
 """Strategies with replicas that train apart, and are brought together by an averager."""
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from copy import deepcopy
 from dataclasses import fields, is_dataclass, replace
 from inspect import Parameter, Signature, get_annotations, getsourcefile, isabstract, signature
@@ -180,11 +180,18 @@ class ReplicaStrategy(HeteroStrategy):
 
     def start_averager(self) -> None:
         """Let a new averager serve the replicas, which hold the same values (collective)."""
-        say_outcome(self._start(self.make_averager()), type(self).__name__)
+        say_outcome(self._start(self.make_averager(), self._source.buffers), type(self).__name__)
 
-    def _start(self, averager: Averager) -> Outcome | None:
-        """Let an averager serve the replicas, which hold the same values (collective)."""
+    def _start(self, averager: Averager, buffers: Collection[str] | None) -> Outcome | None:
+        """Let an averager serve the replicas, which hold the same values (collective).
+
+        Args:
+            averager: a new one.
+            buffers: names of those that replicas exchange in the run that goes on; ``None``: it begins.
+        """
         replica, view = averager.make_replica(self.trainer.lightning_module, self.share_buffers), self.engine.view
+        if buffers is not None:  # their values now may be others than those by which that run has chosen
+            replica = replica.with_buffers(buffers)
         if self.options.tensor_parallel > 1 and not averager.traits.lockstep:
             raise UnsupportedError(
                 f"{type(self).__name__} with tensor_parallel_size={self.options.tensor_parallel}: each replica "
@@ -230,7 +237,7 @@ class ReplicaStrategy(HeteroStrategy):
         if self.averager is not None and self.engine.averages:
             resting = BufferAverager(self.averager.pairings)
             self.averager.close()
-            self._start(resting)
+            self._start(resting, self.averager.replica.exchanged)
             self.trainer.lightning_module.zero_grad()  # an optimizer may step once more, at the end of the epoch
 
     # -- checkpoints -------------------------------------------------------------------------------
@@ -272,24 +279,27 @@ class ReplicaStrategy(HeteroStrategy):
         precision = self.precision_plugin.state_dict()
         if saving.others_join(self.checkpoint_io):
             checkpoint[COMMON] = self.recovery.retry(lambda: self.engine.shared_state())
-            view = self.engine.view
-            add_replicas(checkpoint, self._identity(), view, "", self._seen(), self.columns is not None)
+            self._add_replicas(checkpoint, "")
             self.weight_averages.save(checkpoint)
             super()._save(checkpoint, filepath, storage_options)
             return
         io = self.checkpoint_io
         flat = io.snapshot.vector if isinstance(io, BackgroundWriter) and self.columns is None else None
         own = self.recovery.retry(lambda: self.engine.state_dict(self.optimizers, precision, flat))
-        view, writes = self.engine.view, own is not None
-        with self._shards.saving(io, filepath, writes, isinstance(io, WrappingCheckpointIO)) as save:
+        with self._shards.saving(io, filepath, own is not None, isinstance(io, WrappingCheckpointIO)) as save:
             self.weight_averages.save(checkpoint)
-            add_replicas(checkpoint, self._identity(), view, save, self._seen(), self.columns is not None)
+            self._add_replicas(checkpoint, save)
             with saving.raise_on_all_ranks(alone=False):
                 if own is not None:
                     shard = shards.shard_path(filepath, self._state_name(), save)
                     state = saving.on_cpu(io, {"format": FORMAT, "state": own})
                     io.save_checkpoint(state, shard, storage_options=storage_options)
             super()._save(checkpoint, filepath, storage_options)  # last, so that it never lacks a shard
+
+    def _add_replicas(self, checkpoint: dict[str, Any], save: str) -> None:
+        """Describe the replicas in a checkpoint (collective)."""
+        view, buffers = self.engine.view, self.engine.running.replica.exchanged
+        add_replicas(checkpoint, self._identity(), view, save, self._seen(), self.columns is not None, buffers)
 
     def _seen(self) -> dict[str, Any]:
         """This rank's training loss, and logged metrics, as far as averagers have yet to see them."""

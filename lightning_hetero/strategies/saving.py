@@ -109,6 +109,8 @@ class RankState:
         trainer = trainer_of(self._strategy.lightning_module)
         if self._strategy.joined and trainer is not None and trainer.training:
             self._strategy.accounting.loaders.sizes.load(checkpoint)
+        if self._strategy.ticket is not None:  # before ranks, some of them new, compare their models
+            restore_trainable(self._strategy.module, trainable_in(checkpoint))
         return checkpoint
 
     @contextmanager
@@ -185,16 +187,19 @@ class ResumedFile:
         path: of the checkpoint.
         load: reads another file in the same way.
         summary: tells whether ranks have read the same checkpoint.
+        buffers: names of the buffers that its replicas exchange; ``None``: it has none, or does not tell.
     """
 
     path: Any = None
     load: Callable[[str], dict[str, Any]] | None = None
     summary: Mapping[str, Any] = field(default_factory=dict)
+    buffers: Collection[str] | None = None
 
     @classmethod
     def of(cls, checkpoint: Mapping[str, Any], path: Any, load: Callable[[str], dict[str, Any]]) -> "ResumedFile":
         """The file that has just been read."""
-        return cls(path, load, {"step": checkpoint.get("global_step"), "save": save_name(checkpoint)})
+        summary = {"step": checkpoint.get("global_step"), "save": save_name(checkpoint)}
+        return cls(path, load, summary, (section(checkpoint, "replicas") or {}).get("buffers"))
 
     def replica(
         self, checkpoint: Mapping[str, Any], who: CheckpointIdentity, view: View, name: str, sharded: bool

@@ -12,7 +12,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
 from torch.nn.parameter import is_lazy
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer
 from torch.utils.data import DistributedSampler
 from torchmetrics import Metric
 
@@ -321,6 +321,8 @@ def unsurvivable(
             f"on_peer_loss='continue' together with {', '.join(names)} under {strategy}: updates "
             "of averaged weights in which a rank is lost cannot be repeated. Leave the callback out, or use hetero_ddp."
         )
+    if any(isinstance(optimizer, LBFGS) for optimizer in module.trainer.optimizers):
+        return closure_again("LBFGS")
     if center == "mpi":
         return UnsupportedError(
             "on_peer_loss='continue' with center='mpi': MPI ends all ranks when one dies. Use center='thread'."
@@ -332,6 +334,19 @@ def unsurvivable(
             "or use on_peer_loss='error' with checkpoints to start again from."
         )
     return None
+
+
+def closure_again(optimizer: str) -> HeteroError:
+    """The error for an optimizer that calls its closure several times in a step, where ranks may be lost.
+
+    Args:
+        optimizer: name of its class.
+    """
+    return UnsupportedError(
+        f"on_peer_loss='continue' with {optimizer}, which calls its closure several times in a step: parameters change "
+        "between two calls, and a step in which a rank is lost could not be repeated. Take an optimizer "
+        "that calls it once, such as AdamW, or on_peer_loss='error' with checkpoints to start again from."
+    )
 
 
 def _waits_while_accumulating(

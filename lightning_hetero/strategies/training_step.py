@@ -57,6 +57,7 @@ from lightning_hetero.strategies.metrics import (
 )
 from lightning_hetero.strategies.options import Options
 from lightning_hetero.strategies.position import describe
+from lightning_hetero.strategies.trainer_checks import closure_again
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -328,10 +329,13 @@ class TrainingStep:
             step: lets it step, given the closure.
         """
         module, scaled = trainer.lightning_module, getattr(trainer.precision_plugin, "scaler", None) is not None
-        left_out = False
+        left_out = called = False
 
         def gradients() -> Any:
-            nonlocal left_out
+            nonlocal left_out, called
+            if called and self._options.on_peer_loss == "continue":
+                raise closure_again(type(optimizer).__name__).of_all()
+            called = True
             output = closure()
             if isinstance(optimizer, LBFGS):  # it goes by the loss: how far it steps, and how often it asks again
                 output = self._accounting.mean_loss(float(output), self._part)

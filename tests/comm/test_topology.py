@@ -5,6 +5,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_hetero.comm import topology as module
+from lightning_hetero.comm.job import _entries
 from lightning_hetero.comm.topology import Place, Topology, address_of, consecutive, discover, place_of
 from lightning_hetero.errors import ConfigurationError, HeteroError
 
@@ -27,11 +28,11 @@ def topology(nodes, rank=0, devices=None):
 def discovered(monkeypatch):
     """Run ``discover`` on one rank as if the others had sent the given places."""
 
-    def run(places, rank=0, ranks_per_node=None):
+    def run(places, rank=0, ranks_per_node=None, entries=()):
         sent = []
         monkeypatch.setattr(module, "gather", lambda mine, what: sent.append(mine) or [tuple(p) for p in places])
         monkeypatch.setattr(dist, "get_rank", lambda: rank)
-        found = discover(places[rank], ranks_per_node)
+        found = discover(places[rank], ranks_per_node, entries)
         assert sent == [tuple(places[rank])]
         return found
 
@@ -98,6 +99,14 @@ def test_one_machine_can_be_tried_as_several_nodes(discovered, ranks_per_node, n
     found = discovered([place("box", 0, i) for i in range(4)], rank=1, ranks_per_node=ranks_per_node)
     assert found.nodes == nodes
     assert found.node == nodes[[1 in node for node in nodes].index(True)]
+
+
+def test_ranks_that_have_joined_are_on_the_nodes_of_the_entries_that_were_free(discovered):
+    # Of nodes of 2, 1 and 1 ranks rank 0 is lost, and comes back: the others are ranks 0 to 2 then.
+    assert _entries([1, 2, 3, None]) == (1, 2, 3, 0)
+    assert _entries([3, None, 0, None]) == (3, 1, 0, 2)
+    assert discovered([place("box", 0, i) for i in range(4)], 0, [2, 1, 1], (1, 2, 3, 0)).nodes == ((0, 3), (1,), (2,))
+    assert discovered([place("box", 0, i) for i in range(4)], 0, 2, (1, 2, 3, 0)).nodes == ((0, 1), (2, 3))
 
 
 def test_a_wrong_size_is_refused(discovered):

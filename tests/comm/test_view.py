@@ -55,3 +55,9 @@ def test_replicas_of_the_view_before_keep_their_ids() -> None:
     assert (view.number, view.rank, view.replica.id, view.ids) == (5, 2, 3, (0, 1, 2, 3))
     # Newcomers on a node that was there belong to its replica.
     assert [m.id for m in View.first(topology, [(0, 1), (2, 3)]).grown(1, [4, None, None, None]).replicas] == [4, 5]
+
+
+def test_ranks_keep_their_places_in_lists() -> None:
+    grown = replace(view([1, 1, 2], 1), entries=(1, 3, 2, 0))
+    assert grown.for_survivors(7, [0, 1, 3]).entries == (1, 3, 0)
+    assert replace(view([2, 2], 1), entries=(2, 3, 0, 1)).data_parallel(2).entries == (2, 0)

@@ -55,6 +55,17 @@ class Optimized(Net):
         return self.make(self.parameters())
 
 
+class Twice(torch.optim.SGD):
+    """Calls its closure twice in a step, as SAM does."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=0.01)
+
+    def step(self, closure: Any = None) -> Any:
+        closure()
+        return super().step(closure)
+
+
 class TwoLoaders(Net):
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         return self.loss(batch["a"]) + self.loss(batch["b"])

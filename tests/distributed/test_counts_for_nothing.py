@@ -6,6 +6,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.callbacks import EarlyStopping
 from ranks import run
 from tasks import FAST, Net, dataset
 from torch.utils.data import DataLoader
@@ -45,3 +46,37 @@ def test_a_mean_over_nothing_is_explained_once(when: dict[str, bool], zeros: lis
         else:
             assert metrics["share"] == 1.0
             assert not messages
+
+
+class AtEnd(Net):
+    """Logs the mean of its samples' numbers at the end of the epoch; of none of them, NaN."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept = [torch.empty(0)]
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.kept.append(batch[3].float())
+        return self.loss(batch)
+
+    def on_train_epoch_end(self) -> None:
+        numbers = torch.cat(self.kept)
+        self.log("mean", numbers.mean(), sync_dist=True)
+        self.log("largest", max(numbers.tolist(), default=99.0), sync_dist=True, reduce_fx="max")
+        self.log("own", numbers.mean())
+
+
+def _at_end() -> dict[str, float]:
+    warnings.filterwarnings("ignore", "It is recommended to use `self.log")
+    stopping = EarlyStopping("own", patience=9, check_on_train_epoch_end=True)
+    trainer = pl.Trainer(
+        strategy=HeteroDDPStrategy(balance=[3.0, 0.0, 1.0]), max_epochs=1, **{**FAST, "callbacks": [stopping]}
+    )
+    trainer.fit(AtEnd(), DataLoader(dataset(48), batch_size=4))
+    return {"score": float(stopping.best_score), **{n: float(v) for n, v in trainer.callback_metrics.items()}}
+
+
+def test_what_a_rank_without_samples_logs_at_the_end_of_an_epoch_counts_for_nothing() -> None:
+    for found in run(_at_end, 3):
+        assert found["mean"] == found["score"] == sum(range(48)) / 48
+        assert found["largest"] == 47.0

@@ -11,7 +11,7 @@ from lightning.fabric import Fabric
 from ranks import attempt, run
 from tasks import dataset, error, rank
 from torch import nn
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Subset
 from virtual_time import virtual_time
 
 from lightning_hetero import HeteroFabricStrategy
@@ -218,6 +218,9 @@ def _refused(case: str) -> None:
     elif case == "a sampler of parts":
         sampler = DistributedSampler(data, num_replicas=2, rank=rank())
         fabric.setup_dataloaders(DataLoader(data, batch_size=2, sampler=sampler), use_distributed_sampler=False)
+    elif case == "parts":
+        own = DataLoader(Subset(data, range(12 * rank(), 12 * rank() + 12)), batch_size=2)
+        fabric.setup_dataloaders(own, use_distributed_sampler=False)
     loaders = fabric.setup_dataloaders(DataLoader(data, batch_size=2), DataLoader(data, batch_size=2))
     if case == "no batch":
         fabric.backward(model(data.tensors[0]).mean())
@@ -231,6 +234,7 @@ def _refused(case: str) -> None:
         ("a stream", UnsupportedError, "it has no map-style dataset"),
         ("no samples", DataError, "has 1 samples for 2 ranks"),
         ("a sampler of parts", UnsupportedError, "its sampler splits the data already"),
+        ("parts", UnsupportedError, "use_distributed_sampler=False says that you have split the data already"),
         ("no batch", UnsupportedError, "without a batch"),
         ("two loaders", UnsupportedError, "one loader at a time"),
     ],
@@ -239,6 +243,15 @@ def test_what_cannot_be_weighed_is_refused(case: str, kind: type, text: str) -> 
     for outcome in attempt(_refused, 2, case, timeout=90):
         assert isinstance(outcome.error, kind), outcome.trace
         assert text in str(outcome.error)
+
+
+def _on_loopback() -> list[str]:
+    Fabric(strategy=fixed("off", interface="lo"), accelerator="cpu", devices=1).launch()
+    return [os.environ["GLOO_SOCKET_IFNAME"], os.environ["NCCL_SOCKET_IFNAME"]]
+
+
+def test_the_interface_is_gloos_and_nccls() -> None:
+    assert run(_on_loopback, 1) == [["lo", "lo"]]
 
 
 def test_options_that_need_the_trainer_are_refused() -> None:

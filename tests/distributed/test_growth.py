@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,25 +11,28 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from growing import JOINS_AT, LATE, fit, grow, values
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from ranks import attempt
 from test_survival import BATCH, Module, Numbered
 from torch import nn
 
 
-def one_process(epochs: int, batch: int) -> torch.Tensor:
-    """The weights of one process that takes the same global batches."""
+def one_process(epochs: int, batch: int, accumulated: int = 1, frozen: int = 0) -> torch.Tensor:
+    """The weights of one process that takes the same global batches; the first layer is frozen for some epochs."""
     data, module = Numbered(), Module()
     optimizer: Any = module.configure_optimizers()
     sampler = torch.utils.data.DistributedSampler(data, num_replicas=1, rank=0, shuffle=True, seed=0)
     for epoch in range(epochs):
         sampler.set_epoch(epoch)
+        module.net[0].requires_grad_(epoch >= frozen)
         order = list(sampler)
-        for start in range(0, len(order), batch):
+        for number, start in enumerate(range(0, len(order), batch), start=1):
             chosen = torch.tensor(order[start : start + batch])
             loss = nn.functional.mse_loss(module.net(data.x[chosen].double()), data.y[chosen].double())
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
+            (loss / accumulated).backward()
+            if number % accumulated == 0:
+                optimizer.step()
+                optimizer.zero_grad()
     return torch.cat([p.detach().reshape(-1) for p in module.parameters()])
 
 
@@ -108,3 +112,34 @@ def test_replicas_join_a_run_that_ends_by_its_steps(strategy: str, tmp_path: Pat
     records = values(grow(2, 1, fit, strategy, {"ranks_per_node": 1}, file, 1, epochs=-1, steps=40))
     assert {one.starts[-1][2] for one in records} == {3}
     assert all(torch.equal(one.weights, records[0].weights) for one in records)
+
+
+def test_who_is_started_again_has_the_free_entries_of_lists(tmp_path: Path) -> None:
+    """Ranks have new numbers then; those that remained keep their own entries."""
+    options = {"balance": [3.0, 2.0, 1.0]}
+    outcomes = grow(3, 1, fit, "HeteroDDPStrategy", options, str(tmp_path / "job"), 1, [FirstDies])
+    assert outcomes[0].exitcode == -signal.SIGKILL
+    records = values(outcomes[1:])
+    assert [one.starts[-1][1:] for one in records] == [(0, 3), (1, 3), (2, 3)]
+    assert [len(one.taken[max(one.taken)]) for one in records] == [4, 2, 6]
+    assert all(torch.equal(one.weights, records[0].weights) for one in records)
+
+
+class Frozen(Module):
+    """Trains its first layer from the second epoch on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[0].requires_grad_(False)
+
+    def on_train_epoch_start(self) -> None:
+        self.net[0].requires_grad_(self.current_epoch > 0)
+
+
+def test_a_process_joins_after_hooks_have_changed_the_trainer_and_the_model(tmp_path: Path) -> None:
+    """In mid-epoch, where they do not do so again."""
+    file, callbacks = str(tmp_path / "job"), [partial(GradientAccumulationScheduler, {0: 2})]
+    records = values(grow(2, 1, fit, "HeteroDDPStrategy", {"balance": "off"}, file, 1, callbacks, Frozen, epochs=4))
+    assert {one.starts[-1][2] for one in records} == {3}
+    whole = one_process(epochs=4, batch=2 * BATCH, accumulated=2, frozen=1)
+    assert all((one.weights - whole).abs().max() < 1e-10 for one in records)

@@ -18,7 +18,7 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelChec
 from lightning.pytorch.plugins.layer_sync import TorchSyncBatchNorm
 from ranks import attempt, free_port
 from tasks import FAST, EvaluatedNet, Net, dataset
-from torch.optim import SGD, Adam, AdamW
+from torch.optim import LBFGS, SGD, Adam, AdamW
 from torch.utils.data import DataLoader
 
 from lightning_hetero import (
@@ -245,6 +245,7 @@ TWO_RANKS = [
         data=bad.Stream,
     ),
     ddp(UnsupportedError, "with a DistributedSampler that you have made", options=GOES_ON, loader=bad.own_sampler),
+    ddp(UnsupportedError, "with LBFGS, which calls its closure", options=GOES_ON, module=partial(bad.Optimized, LBFGS)),
     ddp(UnsupportedError, "cannot be one of several", loader=lambda: bad.two(bad.shared(), bad.shared(), 4)),
     ddp(UnsupportedError, "needs a batch_size", data=bad.shared, load={"batch_size": None}),
     ddp(DataError, "the training stream is empty", data=partial(bad.shared, 0)),
@@ -461,6 +462,22 @@ def test_an_unsupported_setting_on_one_rank_only() -> None:
     assert isinstance(outcomes[1].error, UnsupportedError), outcomes[1].trace
     assert isinstance(outcomes[0].error, DisagreementError), outcomes[0].trace
     assert "rank 1" in str(outcomes[0].error)
+
+
+def _closure_twice(on_peer_loss: str) -> None:
+    strategy = HeteroDDPStrategy(on_peer_loss=on_peer_loss)
+    fit = pl.Trainer(strategy=strategy, max_epochs=1, **FAST)
+    fit.fit(bad.Optimized(bad.Twice), DataLoader(dataset(96), batch_size=4))
+
+
+@pytest.mark.parametrize("on_peer_loss", ["continue", "error"])
+def test_a_closure_that_is_called_again_cannot_be_repeated(on_peer_loss: str) -> None:
+    for outcome in attempt(_closure_twice, 2, on_peer_loss):
+        if on_peer_loss == "error":
+            assert outcome.error is None, outcome.trace
+        else:
+            assert isinstance(outcome.error, UnsupportedError), outcome.trace
+            assert "with Twice, which calls its closure several times" in str(outcome.error)
 
 
 def test_16_mixed_over_cpus_and_gpus() -> None:

@@ -103,7 +103,7 @@ def test_each_host_keeps_and_needs_its_own_replica_only(two_hosts: tuple[Path, l
         assert sorted(os.listdir(folder / str(rank))) == ["mid.ckpt", "mid.ckpt.shards"]
         assert os.listdir(folder / str(rank) / "mid.ckpt.shards") == [names[rank]]
     assert shared["lightning_hetero"]["format"] == 1
-    described = {"strategy", "algorithm", "save", "ids", "ranks", "sharded"}
+    described = {"strategy", "algorithm", "save", "ids", "ranks", "sharded", "buffers"}
     assert shared["lightning_hetero"]["replicas"].keys() == described
     own = [torch.load(folder / str(r) / "mid.ckpt.shards" / names[r], weights_only=True)["state"] for r in (0, 1)]
     mean = torch.cat([value.reshape(-1) for value in shared["state_dict"].values()])

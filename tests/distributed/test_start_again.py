@@ -330,6 +330,52 @@ def test_a_run_that_has_stopped_early_stays_complete(tmp_path: Path) -> None:
         assert all(torch.equal(part["weights"], parts[0]["weights"]) for part in parts)
 
 
+class StopsAfterOne(pl.Callback):
+    """Stops the run after its first epoch, as EarlyStopping may."""
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        trainer.should_stop |= trainer.current_epoch == 0
+
+
+def _longer(folder: str) -> Any:
+    sync = {"keep": 50, "background": False}
+    parts = [train(folder, DDP, StopsAfterOne(), keeps=sync), train(folder, DDP, max_epochs=4, keeps=sync)]
+    named = train(f"{folder}-named", DDP, max_epochs=4, ckpt_path=f"{folder}/step=8-complete.ckpt")
+    return train(f"{folder}-whole", DDP, max_epochs=4)["weights"], [*parts, named]
+
+
+def test_a_run_that_has_stopped_early_goes_on_with_more_epochs(tmp_path: Path) -> None:
+    for whole, parts in run(_longer, 2, str(tmp_path / "run"), nodes=[1, 1]):
+        assert [part["step"] for part in parts] == [8, 32, 32]
+        assert all(torch.equal(part["weights"], whole) for part in parts[1:])
+
+
+class Best(Dropping):
+    """Keeps its lowest loss; at first that is infinite."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("best", torch.tensor(float("inf"), dtype=torch.float64))
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        loss = super().loss(batch)
+        self.best.copy_(torch.minimum(self.best, loss.detach()))
+        return loss
+
+
+def _with_best(folder: str) -> Any:
+    options: dict[str, Any] = {"every": 6, "module": Best, "keeps": {"keep": 50, "background": False}}
+    whole = train(f"{folder}/whole", DILOCO, **options)
+    return whole, train(f"{folder}/again", DILOCO, **options, ckpt_path=f"{folder}/whole/step=12.ckpt")
+
+
+def test_a_buffer_that_was_infinite_at_first(tmp_path: Path) -> None:
+    """It is not exchanged, also where it is finite when the run goes on."""
+    for whole, again in run(_with_best, 2, str(tmp_path), nodes=[1, 1]):
+        assert again["seen"] == whole["seen"][12:]
+        assert torch.equal(again["weights"], whole["weights"])
+
+
 def test_another_strategy_is_refused(tmp_path: Path) -> None:
     settings = {**FAST, "enable_checkpointing": True, "callbacks": [ResumableCheckpoint(tmp_path)]}
     with pytest.raises(UnsupportedError, match="needs a strategy of this package, and this is SingleDeviceStrategy"):

@@ -148,7 +148,7 @@ def test_whether_others_wait_may_be_asked_while_the_fit_ends() -> None:
 
 def test_what_was_saved_for_others_is_dropped_if_they_cannot_join_now(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank is lost while the state is saved: the weights must not stay in memory for the rest of the fit."""
-    view = SimpleNamespace(number=1, rank=0, world=2, ranks=((0, 1),), replica=SimpleNamespace(id=0))
+    view = SimpleNamespace(number=1, rank=0, world=2, ranks=((0, 1),), replica=SimpleNamespace(id=0), entries=(0, 1))
     kept: list[weakref.ref[torch.Tensor]] = []
 
     def save(path: str) -> None:
