@@ -268,7 +268,7 @@ class ResumableCheckpoint(Resumable):
 
 
 def _limits(trainer: "pl.Trainer") -> list[int | None]:
-    """How long a run is to train."""
+    """The Trainer's limits, ``max_epochs`` and ``max_steps``."""
     return [trainer.max_epochs, trainer.max_steps]
 
 
