@@ -22,6 +22,7 @@ consensus.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, fields, is_dataclass
 from inspect import get_annotations
 from types import MappingProxyType, ModuleType
@@ -34,8 +35,9 @@ from torch.utils._pytree import tree_leaves
 from typing_extensions import Self, override
 
 from lightning_hetero.comm.all_reduce import Average, Exchange
+from lightning_hetero.comm.failures import is_communication_error
 from lightning_hetero.comm.object_collectives import on_device_of
-from lightning_hetero.errors import CheckpointError, ConfigurationError
+from lightning_hetero.errors import CheckpointError, ConfigurationError, HeteroError
 from lightning_hetero.replicas.vectors import LayoutChange
 
 T = TypeVar("T")
@@ -320,8 +322,17 @@ def fields_of(kind: type, *roles: type[StateField]) -> list[StateField]:
 def start(algorithm: Any, *roles: type[StateField]) -> None:
     """Give the state of some roles, by default all, its first values."""
     for field in fields_of(type(algorithm), *roles):
-        value = field.start
-        setattr(algorithm, field.name, value(algorithm) if callable(value) else value)
+        try:
+            first = field.start(algorithm) if callable(field.start) else deepcopy(field.start)
+        except Exception as error:
+            if isinstance(error, HeteroError) or is_communication_error(error):
+                raise
+            raise ConfigurationError(
+                f"{type(algorithm).__name__}.{field.name}: what it starts with cannot be made: {type(error).__name__}: "
+                f"{error}. Give a value, or a function of the averager, which has its options, `replica` and `links` "
+                f"then: `{field.name} = {type(field).__name__}(lambda averager: ...)`."
+            ) from error
+        setattr(algorithm, field.name, first)
 
 
 def in_flight(algorithm: Any) -> Iterator[PendingExchange]:
@@ -437,8 +448,8 @@ def check_declared(algorithm: Stateful, starts: bool = False) -> None:
     kind, known = type(algorithm).__name__, algorithm.of_base | {field.name for field in fields_of(type(algorithm))}
     undeclared = {name: value for name, value in _attributes(algorithm).items() if name not in known}
     values = {name: _values(value) for name, value in undeclared.items()}
+    _check_entries(algorithm, "starts with" if starts else "is now")
     if starts:
-        _check_entries(algorithm)
         algorithm._undeclared = values
     for name, value in undeclared.items():
         if isinstance(value, StateField | VectorStart):
@@ -465,13 +476,13 @@ def check_declared(algorithm: Stateful, starts: bool = False) -> None:
             )
 
 
-def _check_entries(algorithm: Any) -> None:
+def _check_entries(algorithm: Any, verb: str) -> None:
     for field in fields_of(type(algorithm), PerReplica):
         value, count = getattr(algorithm, field.name), algorithm.links.count
         vector = isinstance(value, list) or (isinstance(value, Tensor) and value.ndim > 0)
         if not vector or len(value) != count:
             raise ConfigurationError(
-                f"{type(algorithm).__name__}.{field.name} is PerReplica, but starts with {value!r}, which is no list "
+                f"{type(algorithm).__name__}.{field.name} is PerReplica, but {verb} {value!r}, which is no list "
                 f"or tensor with an entry for each of the {count} replicas. Write `{field.name} = PerReplica(lambda "
                 "averager: [0.0] * averager.links.count)`."
             )

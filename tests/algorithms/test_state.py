@@ -435,6 +435,36 @@ def test_starts_that_are_refused() -> None:
         with pytest.raises(ConfigurationError, match=r"Entries\.counts is PerReplica, but starts with .* of the 3 rep"):
             started(model(), Entries())
 
+    @dataclass
+    class Shrinks(Everything):
+        counts = PerReplica(lambda averager: [0.0] * averager.links.count)
+
+    shrinks = started(model(), Shrinks())
+    shrinks.counts = [1.0]
+    with pytest.raises(
+        ConfigurationError, match=r"Shrinks\.counts is PerReplica, but is now \[1\.0\], which .* of the 3 rep"
+    ):
+        check_declared(shrinks)
+
+    @dataclass
+    class Raises(Everything):
+        late = Own(lambda averager: averager.sizes)
+
+    with pytest.raises(
+        ConfigurationError, match=r"Raises\.late: what it starts with cannot be made: AttributeError: .*sizes"
+    ):
+        started(model(), Raises())
+
+
+def test_each_fit_has_its_own_start() -> None:
+    @dataclass
+    class Queue(Everything):
+        kept = Own(([],))
+
+    first, second = started(model(), Queue()), started(model(), Queue())
+    first.kept[0].append(3)
+    assert second.kept == ([],) == started(model(), Queue()).kept
+
 
 def test_values_that_change_without_a_role_are_refused() -> None:
     @dataclass

@@ -110,6 +110,11 @@ class BrokenSlowMo(SlowMo):
 
     before: bool = True
 
+    def meet(self, context: StepContext) -> Any:
+        began, outcome = torch.cat(self.momentum), super().meet(context)
+        MOMENTA[context.step] = began, torch.cat(self.momentum)
+        return outcome
+
     def average(self, context: StepContext, payload: float = math.nan) -> Any:
         rank, breaks = int(os.environ["RANK"]), context.step == 8 and self.links.count == 3
         if breaks and self.before:
@@ -129,15 +134,16 @@ class BrokenSlowMo(SlowMo):
 
 
 ETAS: dict[int, float] = {}  # of each exchange of this process, the mean learning rate since the one before
+MOMENTA: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # the momentum before each exchange, and after it
 BrokenStrategy = strategy_for(BrokenSlowMo, "hetero_broken_slowmo", replica="rank")
 
 
-def fit_broken(before: bool) -> dict[int, float]:
+def fit_broken(before: bool) -> tuple[dict[int, float], dict[int, tuple[torch.Tensor, torch.Tensor]]]:
     settings = {**FAST, "devices": 1, "num_nodes": 3}
     strategy = BrokenStrategy(tau=4, before=before, on_peer_loss="continue", balance="off")
     trainer = pl.Trainer(strategy=strategy, max_steps=15, **settings)
     trainer.fit(Net(lr=RATE), DataLoader(dataset(96), batch_size=6))
-    return ETAS
+    return ETAS, MOMENTA
 
 
 @pytest.mark.parametrize("before", [True, False])
@@ -147,9 +153,13 @@ def test_a_loss_at_an_exchange_does_not_change_the_momentum(before: bool) -> Non
     assert outcomes[2].exitcode == -signal.SIGKILL
     for number, outcome in enumerate(outcomes[:2]):
         assert outcome.value, outcome.trace
-        etas = {step: eta for step, eta in outcome.value.items() if step < 15}  # after the last one it is the mean
+        etas = {step: eta for step, eta in outcome.value[0].items() if step < 15}  # after the last one it is the mean
         assert etas.keys() == ({4, 8, 12} if before or number else {4, 12})
         assert list(etas.values()) == pytest.approx([RATE] * len(etas), rel=1e-12)
+        momenta, of_other = outcome.value[1], outcomes[1].value[1]  # which has missed no exchange
+        assert 8 not in momenta or torch.equal(momenta[8][0], momenta[4][1])
+        assert momenta[4][1].any()
+        assert torch.equal(momenta[12][0], of_other[8][1])
 
 
 @dataclass
