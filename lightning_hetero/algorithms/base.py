@@ -504,6 +504,9 @@ def clock_in(kind: type, function: Any, seen: tuple[Any, ...] = ()) -> str | Non
         seen: functions that call it.
     """
     package = kind.__module__.partition(".")[0]
+    function = getattr(function, "fget", None) or getattr(
+        function, "__func__", function
+    )  # of a property, a classmethod
     if function in seen or not isinstance(function, FunctionType) or function.__module__.partition(".")[0] != package:
         return None
     names = {**function.__globals__, **getclosurevars(function).nonlocals}
@@ -514,14 +517,14 @@ def clock_in(kind: type, function: Any, seen: tuple[Any, ...] = ()) -> str | Non
     for code in codes:
         codes += [each for each in code.co_consts if isinstance(each, CodeType)]
         for step in [step for step in dis.get_instructions(code) if step.opname in loads]:
-            if step.argval in ("in_steps", "step_seconds"):
+            if step.argval in ("in_steps", "step_seconds") and attributes.get(step.argval) is None:
                 return f"run.{step.argval}"
             value = loads[step.opname].get(step.argval)
             module, name = getattr(value, "__module__", None), getattr(value, "__name__", None)
             if value is time or value is datetime or module in ("time", "datetime"):
                 return f"{module}.{name}" if module else name
             if (found := clock_in(kind, value, (*seen, function))) is not None:
-                return f"{found}, in {name}"
+                return f"{found}, in {name or step.argval}"
     return None
 
 

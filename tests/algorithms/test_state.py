@@ -309,6 +309,19 @@ def test_an_exchange_that_depends_on_a_local_clock_is_refused() -> None:
             def due(self, context: StepContext) -> bool:
                 return perf_counter() > 1
 
+    class OfProperty(Everything):
+        @property
+        def is_late(self) -> bool:
+            return now() > 1
+
+    class OfClass(Everything):
+        @classmethod
+        def late(cls) -> bool:
+            return now() > 1
+
+    def by_property(self: Any, context: StepContext) -> bool:
+        return self.is_late
+
     class OfRun(Everything):
         def late(self) -> bool:
             return self.run.in_steps(60.0) < 1
@@ -344,6 +357,8 @@ def test_an_exchange_that_depends_on_a_local_clock_is_refused() -> None:
         r"datetime, in by_date": (Everything, passed_on(by_date)),
         r"time": (Everything, by_import),
         r"run.in_steps, in late": (OfRun, by_method),
+        r"time.perf_counter, in is_late": (OfProperty, by_property),
+        r"time.perf_counter, in late(?#of a class)": (OfClass, by_method),
     }
     for clock, (*bases, due) in methods.items():
         bases, body = (bases, {"due": due}) if not isinstance(due, type) else ([*bases, due], {})
@@ -351,10 +366,10 @@ def test_an_exchange_that_depends_on_a_local_clock_is_refused() -> None:
             type("Own", tuple(bases), {"__module__": __name__, **body})
 
     class BySteps(Everything):
-        time = 60  # not that of a clock
+        time = step_seconds = 60  # not that of a clock
 
         def due(self, context: StepContext) -> bool:
-            return context.step % self.time == 0
+            return context.step % self.time == 0 == context.step % self.step_seconds
 
 
 def test_tensors_without_a_role_are_refused_at_the_exchange_that_makes_them() -> None:
