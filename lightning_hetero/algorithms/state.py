@@ -320,7 +320,11 @@ def fields_of(kind: type, *roles: type[StateField]) -> list[StateField]:
 
 
 def start(algorithm: Any, *roles: type[StateField]) -> None:
-    """Give the state of some roles, by default all, its first values."""
+    """Give the state of some roles, by default all, its first values.
+
+    Raises:
+        ConfigurationError: a start cannot be made; names the field.
+    """
     for field in fields_of(type(algorithm), *roles):
         try:
             first = field.start(algorithm) if callable(field.start) else deepcopy(field.start)
