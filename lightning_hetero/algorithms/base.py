@@ -504,9 +504,8 @@ def clock_in(kind: type, function: Any, seen: tuple[Any, ...] = ()) -> str | Non
         seen: functions that call it.
     """
     package = kind.__module__.partition(".")[0]
-    function = getattr(function, "fget", None) or getattr(
-        function, "__func__", function
-    )  # of a property, a classmethod
+    # Of a property, or of a classmethod:
+    function = getattr(function, "fget", None) or getattr(function, "__func__", function)
     if function in seen or not isinstance(function, FunctionType) or function.__module__.partition(".")[0] != package:
         return None
     names = {**function.__globals__, **getclosurevars(function).nonlocals}

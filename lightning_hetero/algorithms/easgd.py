@@ -226,7 +226,7 @@ class EAMSGDAverager(ElasticAverager):
         UnsupportedError: when training starts: another optimizer.
 
     Attributes:
-        rates: learning rates of the latest step, of each parameter group; empty before the first.
+        rates: learning rates of the step before the latest exchange, of each parameter group; empty before the first.
     """
 
     rates = Own[list[float]](lambda averager: [])
@@ -253,7 +253,8 @@ class EAMSGDAverager(ElasticAverager):
 
     @override
     def after_step(self, context: StepContext) -> Outcome | None:
-        self.rates = self._rates()  # schedulers have yet to change them
+        if self.due(context._replace(step=context.step + 1)):  # an exchange comes next
+            self.rates = self._rates()  # schedulers have yet to change them
         return super().after_step(context)
 
 

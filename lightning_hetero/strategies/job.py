@@ -213,10 +213,8 @@ class JobStrategy(DDPStrategy):
             self.environment, not_none(self.parallel_devices, "the devices of this machine")
         )
         super().set_world_ranks()
-        if failures.watched() and (now := (dist.get_rank(), dist.get_world_size())) != (
-            self.global_rank,
-            self.world_size,
-        ):
+        launched_as = self.global_rank, self.world_size
+        if failures.watched() and (now := (dist.get_rank(), dist.get_world_size())) != launched_as:
             self.renumber(*now)  # in an earlier fit of this process ranks were lost, or have joined
         self._choose_network()
 
